@@ -1,0 +1,251 @@
+"""What a user can ask for: frozen, keyword-only, checked on creation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from raymod.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Degrees", "GangConfig", "ParallelConfig", "PrepareConfig"]
+
+MAX_WORLD_SIZE = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """How many ways along each split; all set, product = world size.
+
+    The mesh axes are in this order: batch outermost, ulysses innermost.
+    """
+
+    batch_degree: int = 1
+    ulysses_degree: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.batch_degree * self.ulysses_degree
+
+    def __str__(self) -> str:
+        factors = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        used = [f"{name}={degree}" for name, degree in factors if degree > 1]
+        return " x ".join(used) or "no split"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model is divided over the ranks.
+
+    With `workers` alone raymod chooses the split: by sequence where the model has a plan, else by
+    batch. With degrees alone the number of workers is their product. With both, they must agree.
+
+    Attributes:
+        workers: Number of ranks.
+        batch_degree: Ways to divide the call's batch.
+        ulysses_degree: Ways to divide the sequence, exchanging tokens for heads in attention
+            (DeepSpeed-Ulysses, arXiv:2309.14509).
+        ring_degree: Not available yet: anything but 1 is refused.
+        tp_degree: Not available yet: anything but 1 is refused.
+        verify: Compare the split model with the whole one on the first call of each kind. Costs
+            one whole forward on every rank; a split that differs is never used.
+
+    Raises:
+        ConfigError: A degree is no positive integer, or the degrees do not multiply to `workers`.
+        UnsupportedError: A split that this version does not have.
+    """
+
+    workers: int | None = None
+    batch_degree: int | None = None
+    ulysses_degree: int | None = None
+    ring_degree: int | None = None
+    tp_degree: int | None = None
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "batch_degree", "ulysses_degree", "ring_degree", "tp_degree"):
+            _check_count(name, getattr(self, name))
+        _check_type("verify", self.verify, bool)
+        for name in ("ring_degree", "tp_degree"):
+            if getattr(self, name) not in (None, 1):
+                raise UnsupportedError(
+                    f"{name}={getattr(self, name)}: this version splits by batch and by sequence "
+                    f"(Ulysses) only. Use batch_degree or ulysses_degree instead."
+                )
+        product = self._product()
+        if self.workers is not None and self.has_degrees and product != self.workers:
+            raise ConfigError(
+                f"the degrees do not multiply to the number of workers: {self._factors()} = "
+                f"{product}, but workers={self.workers}. Drop workers, or change a degree."
+            )
+        size = self.workers if self.workers is not None else product
+        if size > MAX_WORLD_SIZE:
+            raise ConfigError(f"{size} ranks asked for; the limit is {MAX_WORLD_SIZE}")
+
+    @property
+    def has_degrees(self) -> bool:
+        """Whether any degree was given."""
+        return self.batch_degree is not None or self.ulysses_degree is not None
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks, or None where nothing says it."""
+        return self._product() if self.has_degrees else self.workers
+
+    def degrees(self, *, sequence: bool, default_world_size: int) -> Degrees:
+        """The degrees in full.
+
+        Args:
+            sequence: Whether the model can be split by sequence; decides where no degree is given.
+            default_world_size: Number of ranks where none was asked for.
+        """
+        if self.has_degrees:
+            return Degrees(
+                batch_degree=self.batch_degree or 1, ulysses_degree=self.ulysses_degree or 1
+            )
+        size = self.workers or default_world_size
+        return Degrees(ulysses_degree=size) if sequence else Degrees(batch_degree=size)
+
+    def _product(self) -> int:
+        return (self.batch_degree or 1) * (self.ulysses_degree or 1)
+
+    def _factors(self) -> str:
+        return f"batch_degree={self.batch_degree or 1} x ulysses_degree={self.ulysses_degree or 1}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """What each rank does to its module before it serves.
+
+    Attributes:
+        extra: `extra(module) -> module`, run on each rank after the weights arrived and before
+            the split. Must be picklable; must do the same on every rank.
+        threads: Torch threads of a rank on CPU. None: the node's cores over its ranks.
+
+    Raises:
+        ConfigError: An option of the wrong type.
+    """
+
+    extra: Callable[[nn.Module], nn.Module] | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.extra is not None and not callable(self.extra):
+            raise ConfigError(f"extra must be a function of the module, not {self.extra!r}")
+        _check_count("threads", self.threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangConfig:
+    """Where and how the ranks run.
+
+    Attributes:
+        start_timeout_s: Limit for the whole start, weights included, in seconds. Covers nodes
+            that are still joining.
+        call_timeout_s: Limit for one call, in seconds.
+        close_timeout_s: Limit for a graceful close, in seconds; what is left then is killed.
+        cpus_per_rank: Ray CPUs of a rank. None: one, or the fraction that fits the machine.
+        gpus_per_rank: Ray GPUs of a rank, fractions allowed. None: one where the cluster has
+            GPUs, else none.
+        placement_strategy: Ray's strategy for the placement group that raymod makes.
+        placement_group: A ready placement group to run in; raymod never removes it.
+        bundle_indices: Its bundles to use, one a rank, in rank order. None: the first ones.
+        runtime_env: Ray runtime environment of the ranks; works whether or not Ray runs already.
+        env_vars: Environment variables of the ranks; win over anything forwarded.
+        forward_env: Forward the driver's settings to the ranks (see `raymod.environment`).
+        overwrite_env: Let forwarded values replace what a node already has.
+        master_address: Address on which rank 0 serves the rendezvous. None: loopback where all
+            ranks share a node, else Ray's address of rank 0's node.
+        all_gpus_visible: Let each rank see all GPUs of its node and use its own by index.
+        self_test: Try one collective at the start.
+        ray_init: Further arguments of `ray.init`, used only if raymod starts Ray.
+        object_store_memory_bytes: Size of the object store, used only if raymod starts Ray.
+
+    Raises:
+        ConfigError: An option out of range, or two that exclude each other.
+    """
+
+    start_timeout_s: float = 600.0
+    call_timeout_s: float = 1800.0
+    close_timeout_s: float = 10.0
+    cpus_per_rank: float | None = None
+    gpus_per_rank: float | None = None
+    placement_strategy: str = "PACK"
+    placement_group: Any = None
+    bundle_indices: tuple[int, ...] | None = None
+    runtime_env: Mapping[str, Any] | None = None
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    forward_env: bool = True
+    overwrite_env: bool = False
+    master_address: str | None = None
+    all_gpus_visible: bool = False
+    self_test: bool = True
+    ray_init: Mapping[str, Any] = field(default_factory=dict)
+    object_store_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("start_timeout_s", "call_timeout_s", "close_timeout_s"):
+            _check_seconds(name, getattr(self, name))
+        for name in ("cpus_per_rank", "gpus_per_rank"):
+            _check_amount(name, getattr(self, name))
+        for name in ("forward_env", "overwrite_env", "all_gpus_visible", "self_test"):
+            _check_type(name, getattr(self, name), bool)
+        if self.placement_strategy not in _STRATEGIES:
+            raise ConfigError(
+                f"placement_strategy={self.placement_strategy!r} is none of Ray's: "
+                f"{', '.join(_STRATEGIES)}"
+            )
+        if self.bundle_indices is not None:
+            self._check_bundles()
+        for name in ("runtime_env", "env_vars", "ray_init"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise ConfigError(f"{name} must be a mapping, not {type(value).__name__}")
+        for key, value in self.env_vars.items():
+            if not (isinstance(key, str) and isinstance(value, str)):
+                raise ConfigError(f"env_vars: {key!r} must be a string with a string value")
+        _check_count("object_store_memory_bytes", self.object_store_memory_bytes)
+
+    def _check_bundles(self) -> None:
+        indices = self.bundle_indices
+        assert indices is not None
+        if self.placement_group is None:
+            raise ConfigError("bundle_indices needs a placement_group to point into")
+        if len(set(indices)) != len(indices) or not all(
+            isinstance(index, int) and index >= 0 for index in indices
+        ):
+            raise ConfigError(
+                f"bundle_indices={indices!r} must be distinct, non-negative integers"
+            )
+
+
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer or None, not {value!r}")
+
+
+def _check_amount(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be a number of at least 0 or None, not {value!r}")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a finite number of seconds above 0, not {value!r}")
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be {kind.__name__}, not {value!r}")
