@@ -157,7 +157,7 @@ class GangConfig:
         bundle_indices: Its bundles to use, one a rank, in rank order. None: the first ones.
         runtime_env: Ray runtime environment of the ranks; works whether or not Ray runs already.
         env_vars: Environment variables of the ranks; win over anything forwarded.
-        forward_env: Forward the driver's settings to the ranks (see `raymod.environment`).
+        forward_env: Forward the driver's settings to the ranks (a documented set, by prefix).
         overwrite_env: Let forwarded values replace what a node already has.
         master_address: Address on which rank 0 serves the rendezvous. None: loopback where all
             ranks share a node, else Ray's address of rank 0's node.
@@ -206,22 +206,20 @@ class GangConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
                 raise ConfigError(f"{name} must be a mapping, not {type(value).__name__}")
-        for key, value in self.env_vars.items():
+        pairs: Mapping[Any, Any] = self.env_vars
+        for key, value in pairs.items():
             if not (isinstance(key, str) and isinstance(value, str)):
                 raise ConfigError(f"env_vars: {key!r} must be a string with a string value")
         _check_count("object_store_memory_bytes", self.object_store_memory_bytes)
 
     def _check_bundles(self) -> None:
-        indices = self.bundle_indices
-        assert indices is not None
+        indices: tuple[Any, ...] = tuple(self.bundle_indices or ())
         if self.placement_group is None:
             raise ConfigError("bundle_indices needs a placement_group to point into")
         if len(set(indices)) != len(indices) or not all(
             isinstance(index, int) and index >= 0 for index in indices
         ):
-            raise ConfigError(
-                f"bundle_indices={indices!r} must be distinct, non-negative integers"
-            )
+            raise ConfigError(f"bundle_indices={indices!r} must be distinct, non-negative integers")
 
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")

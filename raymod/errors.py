@@ -200,7 +200,9 @@ def _dual(plain: RankError, cause: Exception) -> RankError:
     if isinstance(plain, kind):
         return plain
     try:
-        both = type("RankError", (RankError, kind), {"__str__": lambda self: str(self.args[0])})
+        both: Any = type(
+            "RankError", (RankError, kind), {"__str__": lambda self: str(self.args[0])}
+        )
         error = both.__new__(both)
         error.__dict__.update(cause.__dict__)
         error.__dict__.update(plain.__dict__)

@@ -1,0 +1,393 @@
+"""The stub: an instance of the original's class whose `forward` runs on the ranks."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from raymod.errors import ConfigError, RaymodError, StubClosedError, UnsupportedError, WeightsError
+from raymod.module.surface import REFUSED, refusal
+
+__all__ = ["RanksProtocol", "RemoteModule", "make_stub", "restore_local"]
+
+Self = TypeVar("Self", bound="RemoteModule")
+
+
+class RanksProtocol(Protocol):
+    """All that a stub knows of its gang."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward on the ranks; the output's tensors are on the CPU."""
+
+    def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """One method, or function of the worker, on every rank; the replies in rank order."""
+
+    def close(self) -> None:
+        """End the ranks; harmless when repeated."""
+
+
+class LocalWeights(Protocol):
+    """Local weights that were freed and can be put back."""
+
+    def restore(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Put `values`, by name, back into the very parameters and buffers from before."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _State:
+    """What a stub has beyond what it shares with the original."""
+
+    original: nn.Module
+    gang: RanksProtocol
+    report: Any
+    device: torch.device
+    freed: LocalWeights | None = None
+    closed: bool = False
+
+
+class RemoteModule(nn.Module):
+    """Stands in for a module that runs on a gang of ranks.
+
+    [`raymod.wrap`][raymod.api.wrap] makes it. It is an instance of the original's class too and
+    shares its configuration and its local weights, which stay on the CPU; calling it runs the
+    ranks' copies. What changes the model is done on every rank or refused by name; see
+    `raymod.module.surface`. Used as a context manager, it closes at the end.
+
+    Changing the local weights in place after `wrap` does not reach the ranks.
+    """
+
+    _raymod: _State
+
+    # -- the call ------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One call of the split module.
+
+        Args:
+            *args: As the original takes them; tensors of any device, nested in anything that
+                pickles.
+            **kwargs: Likewise.
+
+        Returns:
+            What the original returns, on the device of the first tensor among the inputs.
+
+        Raises:
+            StubClosedError: The stub was closed.
+            UnsupportedError: An input wants gradients while gradients are on.
+            PackError: An input cannot travel.
+            RankError: A rank raised; also an instance of the class of what it raised.
+            GangError: A rank died or did not answer in time.
+        """
+        state = self._open("call it")
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+            raise UnsupportedError(
+                "an input requires gradients, and the ranks run inference only: call the module "
+                "under torch.no_grad(), detach the input, or unwrap the module to train it."
+            )
+        output = state.gang.call(args, kwargs)
+        device = inputs[0].device if inputs else state.device
+        if device.type == "cpu":
+            return output
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), output)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stub was closed."""
+        return self._raymod.closed
+
+    @property
+    def gang(self) -> Any:
+        """The gang: `gang.call_all`, `gang.health`, `gang.report`."""
+        return self._raymod.gang
+
+    @property
+    def report(self) -> Any:
+        """How the gang was started: `ranks`, `phases` (seconds), `split`, `warnings`."""
+        return self._raymod.report
+
+    def close(self) -> None:
+        """End the ranks. The stub stays in place and says so when it is called.
+
+        Weights freed with `keep_local=False` are not fetched back; `raymod.unwrap` does that.
+        """
+        self._raymod.closed = True
+        self._raymod.gang.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _open(self, what: str) -> _State:
+        state = self._raymod
+        if state.closed:
+            raise StubClosedError(
+                f"this {type(self).__name__} was closed, so nothing can {what}. raymod.unwrap the "
+                f"pipeline (or use the module that was wrapped) and wrap it again."
+            )
+        return state
+
+    # -- device, dtype, mode -------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device last asked for, where pipelines make their latents; nothing is there."""
+        return self._raymod.device
+
+    @device.setter
+    def device(self, device: torch.device | str) -> None:
+        self._raymod.device = torch.device(device)
+
+    def to(self: Self, *args: Any, **kwargs: Any) -> Self:
+        """Note the device, and change the dtype here and on every rank.
+
+        Weights do not move: the local ones stay on the CPU, the ranks' where they are.
+        """
+        parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = parsed
+        if memory_format is not None:
+            raise UnsupportedError(
+                "to(memory_format=...) is not possible while the module runs on raymod's ranks: "
+                "call it before raymod.wrap."
+            )
+        if device is not None:
+            if device.type == "meta":
+                raise ConfigError("to('meta') would drop the weights; use keep_local=False")
+            self._raymod.device = device
+        if dtype is not None:
+            self._cast(dtype)
+        return self
+
+    def cuda(self: Self, device: int | torch.device | None = None) -> Self:
+        """Note the device, as `to` does."""
+        index = device if device is not None else 0
+        return self.to(index if isinstance(index, torch.device) else torch.device("cuda", index))
+
+    def xpu(self: Self, device: int | torch.device | None = None) -> Self:
+        """Note the device, as `to` does."""
+        index = device if device is not None else 0
+        return self.to(index if isinstance(index, torch.device) else torch.device("xpu", index))
+
+    def cpu(self: Self) -> Self:
+        """Note the device, as `to` does."""
+        return self.to(torch.device("cpu"))
+
+    def half(self: Self, *args: Any) -> Self:
+        """Change the dtype to float16, here and on every rank."""
+        return self.to(torch.float16)
+
+    def float(self: Self, *args: Any) -> Self:
+        """Change the dtype to float32, here and on every rank."""
+        return self.to(torch.float32)
+
+    def double(self: Self) -> Self:
+        """Change the dtype to float64, here and on every rank."""
+        return self.to(torch.float64)
+
+    def bfloat16(self: Self) -> Self:
+        """Change the dtype to bfloat16, here and on every rank."""
+        return self.to(torch.bfloat16)
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        state = self._open(f"change to {dtype}")
+        state.gang.call_all(_cast_on_rank, dtype)
+        state.original.to(dtype)
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """Set training or evaluation mode, here and on every rank."""
+        if mode != self.training:
+            self._open("change its mode").gang.call_all(_train_on_rank, mode)
+            self._raymod.original.train(mode)
+            self.__dict__["training"] = mode
+        return self
+
+    def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        raise UnsupportedError(
+            "this would change the local weights only; use .to(dtype), or unwrap the module first."
+        )
+
+    # -- weights -------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The local weights; fetched from rank 0 where `keep_local=False` freed them."""
+        state = self._raymod
+        found = state.original.state_dict(*args, **kwargs)
+        if state.freed is None:
+            return found
+        prefix = kwargs.get("prefix", "")
+        values = fetch_weights(self._open("fetch its weights").gang)
+        for name in found:
+            if name.removeprefix(prefix) in values:
+                found[name] = values[name.removeprefix(prefix)]
+        return found
+
+    # -- the rest of being a module ------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (nn.Module, torch.Tensor)):
+            raise UnsupportedError(
+                f"{type(self).__name__}.{name} cannot be replaced while the module runs on "
+                f"raymod's ranks: raymod.unwrap it, change it, and wrap it again."
+            )
+        # private names and `forward` are where hooks (accelerate, diffusers) keep their own state
+        is_local = name.startswith("_") or name == "forward"
+        if not is_local and not isinstance(getattr(type(self), name, None), property):
+            self._open(f"set its {name}").gang.call_all(_set_on_rank, name, value)
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if not (name.startswith("_") or name == "forward"):
+            raise UnsupportedError(
+                f"{type(self).__name__}.{name} cannot be deleted while the module runs on "
+                f"raymod's ranks: raymod.unwrap it first."
+            )
+        object.__delattr__(self, name)
+
+    def __repr__(self) -> str:
+        state = self._raymod
+        what = "closed" if state.closed else getattr(state.report, "split", "on its ranks")
+        return f"RemoteModule({type(self).__name__}, {what})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"a raymod stub ({type(self).__name__}) cannot be pickled or copied: its ranks belong "
+            f"to this process. raymod.unwrap the pipeline first, or share the stub itself."
+        )
+
+
+def make_stub(
+    original: nn.Module,
+    gang: RanksProtocol,
+    *,
+    report: Any,
+    device: torch.device,
+    freed: LocalWeights | None = None,
+) -> RemoteModule:
+    """A stub for `original`; nothing is set on `original` itself."""
+    kind: Any = type(original)
+    cls = _stub_class(kind)
+    stub = cls.__new__(cls)
+    # the dicts of parameters, buffers and submodules are shared, so both see the same weights
+    stub.__dict__.update(original.__dict__)
+    stub.__dict__["_raymod"] = _State(
+        original=original, gang=gang, report=report, device=device, freed=freed
+    )
+    return stub
+
+
+def restore_local(stub: RemoteModule) -> nn.Module:
+    """The original of `stub`, with its weights fetched back where they were freed."""
+    state = stub._raymod
+    if state.freed is None:
+        return state.original
+    lost = (
+        "the local weights were freed with keep_local=False and the ranks that held them are "
+        "gone; load the module again"
+    )
+    if state.closed:
+        raise WeightsError(f"{lost}. Next time raymod.unwrap before closing.")
+    try:
+        values = fetch_weights(state.gang)
+    except RaymodError as error:
+        raise WeightsError(f"{lost}.") from error
+    state.freed.restore(values)
+    state.freed = None
+    return state.original
+
+
+FETCH_BYTES = 256 * 2**20
+
+
+def fetch_weights(gang: RanksProtocol) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of rank 0 by name, in pieces of about `FETCH_BYTES`."""
+    (sizes,) = gang.call_all(_sizes_on_rank, reply_rank=0)
+    values: dict[str, torch.Tensor] = {}
+    for names in _batches(sizes):
+        (part,) = gang.call_all(_values_on_rank, names, reply_rank=0)
+        values.update(part)
+    return values
+
+
+def _batches(sizes: Mapping[str, int]) -> Iterable[list[str]]:
+    names: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if names and total + size > FETCH_BYTES:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    if names:
+        yield names
+
+
+# functions that run on a rank; `worker.module` is the rank's module
+
+
+def _cast_on_rank(worker: Any, dtype: torch.dtype) -> None:
+    worker.module.to(dtype)
+
+
+def _train_on_rank(worker: Any, mode: bool) -> None:
+    worker.module.train(mode)
+
+
+def _set_on_rank(worker: Any, name: str, value: Any) -> None:
+    setattr(worker.module, name, value)
+
+
+def _sizes_on_rank(worker: Any) -> dict[str, int]:
+    return {name: tensor.nbytes for name, tensor in _tensors(worker.module)}
+
+
+def _values_on_rank(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
+    wanted = set(names)
+    return {
+        name: tensor.detach().cpu() for name, tensor in _tensors(worker.module) if name in wanted
+    }
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+@functools.lru_cache(maxsize=64)
+def _stub_class(cls: type[Any]) -> type[RemoteModule]:
+    """A subclass of `cls` that passes for it by name, with the refused methods replaced."""
+    namespace: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "forward": _forward_like(cls),
+    }
+    for method in REFUSED:
+        if hasattr(cls, method):
+            namespace[method] = refusal(cls.__name__, method)
+    made = types.new_class(cls.__name__, (RemoteModule, cls), {}, lambda ns: ns.update(namespace))
+    return cast("type[RemoteModule]", made)
+
+
+def _forward_like(cls: type[nn.Module]) -> Callable[..., Any]:
+    """`RemoteModule.forward` with the signature of `cls`, which some pipelines look at."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
+        return RemoteModule.forward(self, *args, **kwargs)
+
+    return forward
