@@ -1,0 +1,43 @@
+"""Tensors as raw bytes: views, never copies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["TensorMeta", "bytes_of", "tensor_from"]
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What is needed, beside its bytes, to make a contiguous tensor again."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """The description of `tensor`."""
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense contiguous tensor of any dtype and rank, as a flat `uint8` view."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def tensor_from(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """A view of `data` as the tensor that `meta` describes; the inverse of `bytes_of`.
+
+    Args:
+        data: Flat `uint8` tensor of `meta.nbytes` bytes, aligned to the dtype's size.
+        meta: Dtype and shape.
+    """
+    return data.view(meta.dtype).view(meta.shape)
