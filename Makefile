@@ -37,7 +37,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache raymod-demo.png
