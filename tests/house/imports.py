@@ -126,8 +126,10 @@ def _own_module(name: str) -> str | None:
     if first != "raymod":
         return None
     module = rest.partition(".")[0]
+    if module == "__version__":  # plain data, and the package is loaded before any part of it
+        return None
     # `from raymod import wrap` reaches a public name, `from raymod import gang` a module
-    return module if module in ROOM_OF or _is_part(module) else "__init__"
+    return module if module and (module in ROOM_OF or _is_part(module)) else "__init__"
 
 
 def _is_part(module: str) -> bool:
