@@ -1,0 +1,181 @@
+"""How the outputs of several ranks, each for its part of the batch, become one output.
+
+Which tensors carry the batch, and along which dim, is found once, by comparing the shapes of a
+part with those of the whole; the description travels to the driver, which does the joining.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["Join", "find_join", "guess_join", "join", "take"]
+
+
+@dataclass(frozen=True)
+class Join:
+    """How one object is put together from its parts.
+
+    Attributes:
+        how: `cat`: tensors are concatenated along `dim`. `chain`: lists of samples are chained.
+            `each`: a container, whose items are joined by `items`. `same`: equal in all parts.
+        dim: The dim of the batch, for `cat`.
+        items: Pairs of key and Join, for `each`: an index, a dict's key, a field's name.
+    """
+
+    how: Literal["cat", "chain", "each", "same"]
+    dim: int = 0
+    items: tuple[tuple[Hashable, Join], ...] = ()
+
+
+def find_join(whole: Any, part: Any, *, batch: int, own: int) -> Join | None:
+    """How parts like `part` become `whole`, judged by types and shapes alone.
+
+    Args:
+        whole: The output for the whole batch.
+        part: The output for a part of the batch.
+        batch: Samples in the whole batch.
+        own: Samples in the part, fewer than `batch`.
+
+    Returns:
+        The description, or None if `part` does not fit.
+    """
+    if type(whole) is not type(part):
+        return None
+    if isinstance(whole, torch.Tensor):
+        return _find_dim(whole, part, batch, own)
+    if isinstance(whole, (list, tuple)) and (len(whole), len(part)) == (batch, own):
+        return Join("chain")
+    items, others = _items(whole), _items(part)
+    if items is not None and others is not None:
+        return _find_each(items, others, batch, own)
+    return Join("same") if same(whole, part) else None
+
+
+def guess_join(part: Any, *, own: int) -> Join:
+    """How parts like `part` go together, where there is no whole one to compare with.
+
+    Tensors whose first dim is the batch are concatenated, lists of other tensors chained;
+    everything else counts as equal in all parts.
+    """
+    if isinstance(part, torch.Tensor):
+        return Join("cat") if part.ndim and part.shape[0] == own else Join("same")
+    if isinstance(part, list) and len(part) == own and all(_is_sample(x, own) for x in part):
+        return Join("chain")
+    items = _items(part)
+    if items is None:
+        return Join("same")
+    return Join("each", items=tuple((key, guess_join(x, own=own)) for key, x in items.items()))
+
+
+def join(parts: Sequence[Any], how: Join) -> Any:
+    """The whole from its `parts`, in the order of the batch.
+
+    Returns:
+        An object of the type of the parts. What is equal in all parts is that of the first.
+    """
+    first = parts[0]
+    if how.how == "cat":
+        return torch.cat(tuple(parts), dim=how.dim)
+    if how.how == "chain":
+        return _like(first, [sample for part in parts for sample in part])
+    if how.how == "same":
+        return first
+    pieces = [_items(part) or {} for part in parts]
+    return _rebuilt(first, {key: join([p[key] for p in pieces], sub) for key, sub in how.items})
+
+
+def take(whole: Any, how: Join, *, start: int, stop: int, batch: int) -> Any:
+    """The part of `whole` for the samples from `start` to `stop`: the reverse of `join`."""
+    if how.how == "cat":
+        each = whole.shape[how.dim] // batch
+        return whole.narrow(how.dim, start * each, (stop - start) * each)
+    if how.how == "chain":
+        return _like(whole, list(whole[start:stop]))
+    if how.how == "same":
+        return whole
+    items = _items(whole) or {}
+    part: Callable[[Any, Join], Any] = lambda value, sub: take(  # noqa: E731
+        value, sub, start=start, stop=stop, batch=batch
+    )
+    return _rebuilt(whole, {key: part(items[key], sub) for key, sub in how.items})
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two objects without tensors are equal; False where they do not say."""
+    try:
+        return one is other or bool(one == other)
+    except Exception:
+        return False
+
+
+def _find_dim(whole: torch.Tensor, part: torch.Tensor, batch: int, own: int) -> Join | None:
+    if whole.dtype != part.dtype or whole.ndim != part.ndim:
+        return None
+    differing = [dim for dim in range(whole.ndim) if whole.shape[dim] != part.shape[dim]]
+    if not differing:
+        return Join("same")
+    dim = differing[0]
+    fits = whole.shape[dim] * own == part.shape[dim] * batch and whole.shape[dim] % batch == 0
+    return Join("cat", dim=dim) if len(differing) == 1 and fits else None
+
+
+def _find_each(
+    items: Mapping[Hashable, Any], others: Mapping[Hashable, Any], batch: int, own: int
+) -> Join | None:
+    if list(items) != list(others):
+        return None
+    found: list[tuple[Hashable, Join]] = []
+    for key, value in items.items():
+        how = find_join(value, others[key], batch=batch, own=own)
+        if how is None:
+            return None
+        found.append((key, how))
+    return Join("each", items=tuple(found))
+
+
+def _items(value: Any) -> dict[Hashable, Any] | None:
+    """What is in a container, by key; None if it is none."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return None
+
+
+def _rebuilt(like: Any, items: Mapping[Hashable, Any]) -> Any:
+    """A container of the type of `like` that holds `items`."""
+    if dataclasses.is_dataclass(like) and not isinstance(like, type):
+        made: Any = copy.copy(like)
+        for name, value in items.items():
+            object.__setattr__(made, str(name), value)
+        if isinstance(made, dict):  # a dict as well, that shows the fields which are set
+            for name in made:
+                dict.__setitem__(made, name, items[name])
+        return made
+    if isinstance(like, dict):
+        made = copy.copy(like)
+        for key, value in items.items():
+            made[key] = value
+        return made
+    if isinstance(like, Mapping):
+        return dict(items)
+    return _like(like, list(items.values()))
+
+
+def _like(like: Any, values: list[Any]) -> Any:
+    """`values` as a list or tuple of the type of `like`."""
+    if isinstance(like, tuple):
+        return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+    return type(like)(values)
+
+
+def _is_sample(value: Any, own: int) -> bool:
+    return isinstance(value, torch.Tensor) and not (value.ndim and value.shape[0] == own)

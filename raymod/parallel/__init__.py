@@ -1,0 +1,7 @@
+"""How one module runs on several ranks: the mesh, the splits, and the check of both."""
+
+from raymod.parallel.context import apply_context
+from raymod.parallel.mesh import Mesh
+from raymod.parallel.sequence import SequenceContext
+
+__all__ = ["Mesh", "SequenceContext", "apply_context"]

@@ -1,0 +1,110 @@
+"""The device mesh: where each rank stands, and what all ranks agree on."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from raymod.config import Degrees
+from raymod.errors import ConfigError
+
+__all__ = ["AXES", "Mesh", "part_sizes", "part_start"]
+
+# From the outside in. Neighbours along the last axis have neighbouring ranks, and so sit on one
+# node: that place is for the axis that talks most.
+AXES = ("batch", "ulysses")
+
+
+def part_sizes(total: int, parts: int) -> list[int]:
+    """Sizes of the parts that `torch.tensor_split` makes: the first ones are larger by one."""
+    small, larger = divmod(total, parts)
+    return [small + (part < larger) for part in range(parts)]
+
+
+def part_start(total: int, parts: int, part: int) -> int:
+    """Where part number `part` begins."""
+    small, larger = divmod(total, parts)
+    return part * small + min(part, larger)
+
+
+class Mesh:
+    """One rank's place among the others.
+
+    Attributes:
+        degrees: How many ways along each axis.
+        rank: This rank.
+        world_size: Number of ranks.
+        device: Where this rank computes.
+        batch_rank: Which batch group it belongs to.
+        ulysses_rank: Which part of the sequence it has.
+        ulysses_group: The ranks that share a sequence; None where there is only this one.
+    """
+
+    def __init__(self, degrees: Degrees, device: torch.device) -> None:
+        """Build it; every rank must do so at the same time.
+
+        Raises:
+            ConfigError: torch.distributed was not started with as many ranks as `degrees` say.
+        """
+        self.degrees = degrees
+        self.device = device
+        self.rank = 0
+        self.world_size = degrees.world_size
+        self.batch_rank = 0
+        self.ulysses_rank = 0
+        self.ulysses_group: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
+        if self.world_size > 1:
+            self._join()
+
+    def _join(self) -> None:
+        there = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if there != self.world_size:
+            raise ConfigError(
+                f"{self.degrees} makes {self.world_size} ranks, but torch.distributed runs with "
+                f"{there}"
+            )
+        self.rank = dist.get_rank()
+        shape = (self.degrees.batch_degree, self.degrees.ulysses_degree)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
+        self.batch_rank = mesh.get_local_rank("batch")
+        self.ulysses_rank = mesh.get_local_rank("ulysses")
+        if self.degrees.ulysses_degree > 1:
+            self.ulysses_group = mesh.get_group("ulysses")
+        # A group of its own: a rank that gave up must not answer another's collective.
+        self._control = dist.new_group(backend="gloo")
+
+    def worst(self, values: list[float], *, limit_s: float) -> list[float]:
+        """The largest of each of `values` over all ranks.
+
+        Args:
+            values: As many on each rank.
+            limit_s: How long to wait for the other ranks, in seconds.
+
+        Raises:
+            TimeoutError: They did not come; one of them is likely to wait for something else.
+        """
+        if self._control is None:
+            return values
+        mine = torch.tensor(values, dtype=torch.float64)
+        work: Any = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
+        try:
+            work.wait(timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"rank {self.rank} waited {limit_s:.0f} s for the other ranks' verdict on a split"
+            ) from error
+        result: list[float] = mine.tolist()
+        return result
+
+    def names(self, mine: str) -> list[str]:
+        """What each rank says, in rank order."""
+        if self._control is None:
+            return [mine]
+        said: list[Any] = [None] * self.world_size
+        dist.all_gather_object(said, mine, group=self._control)
+        return said

@@ -1,0 +1,126 @@
+"""One rank's side of a sequence split: what is cut, and what the other ranks have."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from raymod.errors import SplitError
+from raymod.parallel.exchange import gather, gather_numbers
+from raymod.parallel.mesh import part_sizes, part_start
+from raymod.plans import Cut
+
+__all__ = ["SequenceContext", "TooFewTokensError"]
+
+_SCHEDULES = 64
+
+
+class TooFewTokensError(SplitError):
+    """A tensor has fewer tokens than there are ranks to divide them over."""
+
+
+class SequenceContext:
+    """One rank's side of a sequence split.
+
+    Attention processors carry it as their `_parallel_config`.
+
+    Attributes:
+        group: The ranks that share the sequence.
+        rank: This rank's place in the group.
+        degree: Number of ranks in the group.
+        active: Whether calls are split now.
+        cuts: Numbers of tokens that were cut in this call, before the cut.
+        hooks: Number of cuts and gathers placed in the module.
+        attentions: Number of attention processors that carry the context.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.degree = dist.get_world_size(group)
+        self.active = False
+        self.cuts: set[int] = set()
+        self.hooks = 0
+        self.attentions = 0
+        self._schedules: OrderedDict[Hashable, list[list[tuple[int, ...]]]] = OrderedDict()
+        self._schedule: list[list[tuple[int, ...]]] = []
+        self._step = 0
+
+    @contextmanager
+    def on(self, key: Hashable) -> Iterator[None]:
+        """Split the calls made inside.
+
+        Args:
+            key: Equal for calls of equal shapes, and the same on all ranks of the group.
+        """
+        self._schedule = self._schedules.pop(key, [])
+        self._step = 0
+        self.cuts = set()
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+        self._schedules[key] = self._schedule
+        while len(self._schedules) > _SCHEDULES:
+            self._schedules.popitem(last=False)
+
+    def numbers(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
+        """What `mine` is on each rank of the group.
+
+        Every call of equal shapes asks for the same numbers in the same order, on all ranks. So
+        they are exchanged in the first one, and the others go by the place in that order. (Going
+        by `mine` would not do: one rank may have seen it before and another not, and then only
+        the other one would wait.)
+
+        Raises:
+            SplitError: They are not what they were in the first call.
+        """
+        step = self._step
+        self._step += 1
+        if step < len(self._schedule):
+            row = self._schedule[step]
+            if row[self.rank] != tuple(mine):
+                raise SplitError(
+                    f"attention number {step} of this call has sizes {tuple(mine)} and had "
+                    f"{row[self.rank]} in an earlier call with equal shapes: the number of tokens "
+                    f"depends on values. Use batch_degree instead of ulysses_degree."
+                )
+            return row
+        row = gather_numbers(mine, self.group, self.device)
+        self._schedule.append(row)
+        return row
+
+    def cut(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """This rank's tokens of `tensor`."""
+        if cut.ndim is not None and tensor.ndim != cut.ndim:
+            return tensor
+        if not -tensor.ndim <= cut.dim < tensor.ndim:
+            raise SplitError(f"{_name(cut)} has {tensor.ndim} dims; the plan cuts dim {cut.dim}")
+        tokens = tensor.shape[cut.dim]
+        if tokens < self.degree:
+            raise TooFewTokensError(
+                f"{_name(cut)} has {tokens} token{'s' * (tokens != 1)} along dim {cut.dim}, fewer "
+                f"than ulysses_degree={self.degree}. Use ulysses_degree={max(tokens, 1)} or less, "
+                f"or batch_degree."
+            )
+        self.cuts.add(tokens)
+        start, size = part_start(tokens, self.degree, self.rank), part_sizes(tokens, self.degree)
+        return tensor.narrow(cut.dim, start, size[self.rank])
+
+    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The tokens of all ranks."""
+        sizes = [size for (size,) in self.numbers([tensor.shape[dim]])]
+        return gather(tensor, dim, sizes, self.group)
+
+
+def _name(cut: Cut) -> str:
+    what = cut.argument if cut.argument is not None else f"output {cut.output}"
+    if cut.element is not None:
+        what = f"{what}[{cut.element}]"
+    return f"{what} of {cut.path}" if cut.path else what
