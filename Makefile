@@ -5,12 +5,12 @@
 #   make docs    the documentation, into site/
 #   make clean   remove what the targets above made, $(VENV) too
 #
-# Another build of torch (any pip arguments), or another Python:
+# Another build of torch (any pip arguments; remembered in $(VENV)), or another Python:
 #   make demo TORCH="torch==2.13.0 --index-url ..." PYTHON=/usr/bin/python3.11
 
 VENV ?= .venv
 PYTHON ?= $(firstword $(foreach p,$(PYTHONS),$(if $(shell $(call usable,$(p))),$(p))))
-TORCH ?= -r requirements/torch.txt
+TORCH ?= $(or $(shell cat $(VENV)/.torch-spec 2>/dev/null),-r requirements/torch.txt)
 PYTEST_ARGS ?=
 
 PYTHONS := python3.12 python3.11 python3.10 python3
