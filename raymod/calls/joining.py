@@ -6,13 +6,13 @@ part with those of the whole; the description travels to the driver, which does 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+
+from raymod.calls.trees import items, rebuilt, relisted, same
 
 __all__ = ["Join", "find_join", "guess_join", "join", "take"]
 
@@ -51,9 +51,9 @@ def find_join(whole: Any, part: Any, *, batch: int, own: int) -> Join | None:
         return _find_dim(whole, part, batch, own)
     if isinstance(whole, (list, tuple)) and (len(whole), len(part)) == (batch, own):
         return Join("chain")
-    items, others = _items(whole), _items(part)
-    if items is not None and others is not None:
-        return _find_each(items, others, batch, own)
+    inside, others = items(whole), items(part)
+    if inside is not None and others is not None:
+        return _find_each(inside, others, batch, own)
     return Join("same") if same(whole, part) else None
 
 
@@ -67,10 +67,10 @@ def guess_join(part: Any, *, own: int) -> Join:
         return Join("cat") if part.ndim and part.shape[0] == own else Join("same")
     if isinstance(part, list) and len(part) == own and all(_is_sample(x, own) for x in part):
         return Join("chain")
-    items = _items(part)
-    if items is None:
+    inside = items(part)
+    if inside is None:
         return Join("same")
-    return Join("each", items=tuple((key, guess_join(x, own=own)) for key, x in items.items()))
+    return Join("each", items=tuple((key, guess_join(x, own=own)) for key, x in inside.items()))
 
 
 def join(parts: Sequence[Any], how: Join) -> Any:
@@ -83,11 +83,11 @@ def join(parts: Sequence[Any], how: Join) -> Any:
     if how.how == "cat":
         return torch.cat(tuple(parts), dim=how.dim)
     if how.how == "chain":
-        return _like(first, [sample for part in parts for sample in part])
+        return relisted(first, [sample for part in parts for sample in part])
     if how.how == "same":
         return first
-    pieces = [_items(part) or {} for part in parts]
-    return _rebuilt(first, {key: join([p[key] for p in pieces], sub) for key, sub in how.items})
+    pieces = [items(part) or {} for part in parts]
+    return rebuilt(first, {key: join([p[key] for p in pieces], sub) for key, sub in how.items})
 
 
 def take(whole: Any, how: Join, *, start: int, stop: int, batch: int) -> Any:
@@ -96,22 +96,14 @@ def take(whole: Any, how: Join, *, start: int, stop: int, batch: int) -> Any:
         each = whole.shape[how.dim] // batch
         return whole.narrow(how.dim, start * each, (stop - start) * each)
     if how.how == "chain":
-        return _like(whole, list(whole[start:stop]))
+        return relisted(whole, list(whole[start:stop]))
     if how.how == "same":
         return whole
-    items = _items(whole) or {}
-    part: Callable[[Any, Join], Any] = lambda value, sub: take(  # noqa: E731
-        value, sub, start=start, stop=stop, batch=batch
-    )
-    return _rebuilt(whole, {key: part(items[key], sub) for key, sub in how.items})
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two objects without tensors are equal; False where they do not say."""
-    try:
-        return one is other or bool(one == other)
-    except Exception:
-        return False
+    inside = items(whole) or {}
+    part = {
+        key: take(inside[key], sub, start=start, stop=stop, batch=batch) for key, sub in how.items
+    }
+    return rebuilt(whole, part)
 
 
 def _find_dim(whole: torch.Tensor, part: torch.Tensor, batch: int, own: int) -> Join | None:
@@ -126,55 +118,17 @@ def _find_dim(whole: torch.Tensor, part: torch.Tensor, batch: int, own: int) -> 
 
 
 def _find_each(
-    items: Mapping[Hashable, Any], others: Mapping[Hashable, Any], batch: int, own: int
+    inside: Mapping[Hashable, Any], others: Mapping[Hashable, Any], batch: int, own: int
 ) -> Join | None:
-    if list(items) != list(others):
+    if list(inside) != list(others):
         return None
     found: list[tuple[Hashable, Join]] = []
-    for key, value in items.items():
+    for key, value in inside.items():
         how = find_join(value, others[key], batch=batch, own=own)
         if how is None:
             return None
         found.append((key, how))
     return Join("each", items=tuple(found))
-
-
-def _items(value: Any) -> dict[Hashable, Any] | None:
-    """What is in a container, by key; None if it is none."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, (list, tuple)):
-        return dict(enumerate(value))
-    return None
-
-
-def _rebuilt(like: Any, items: Mapping[Hashable, Any]) -> Any:
-    """A container of the type of `like` that holds `items`."""
-    if dataclasses.is_dataclass(like) and not isinstance(like, type):
-        made: Any = copy.copy(like)
-        for name, value in items.items():
-            object.__setattr__(made, str(name), value)
-        if isinstance(made, dict):  # a dict as well, that shows the fields which are set
-            for name in made:
-                dict.__setitem__(made, name, items[name])
-        return made
-    if isinstance(like, dict):
-        made = copy.copy(like)
-        for key, value in items.items():
-            made[key] = value
-        return made
-    if isinstance(like, Mapping):
-        return dict(items)
-    return _like(like, list(items.values()))
-
-
-def _like(like: Any, values: list[Any]) -> Any:
-    """`values` as a list or tuple of the type of `like`."""
-    if isinstance(like, tuple):
-        return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
-    return type(like)(values)
 
 
 def _is_sample(value: Any, own: int) -> bool:

@@ -2,6 +2,14 @@
 
 from raymod.parallel.context import apply_context
 from raymod.parallel.mesh import Mesh
-from raymod.parallel.sequence import SequenceContext
+from raymod.parallel.sequence import SequenceContext, TooFewTokensError
+from raymod.parallel.split import Share, Splitter
 
-__all__ = ["Mesh", "SequenceContext", "apply_context"]
+__all__ = [
+    "Mesh",
+    "SequenceContext",
+    "Share",
+    "Splitter",
+    "TooFewTokensError",
+    "apply_context",
+]

@@ -101,10 +101,18 @@ class Mesh:
         result: list[float] = mine.tolist()
         return result
 
-    def names(self, mine: str) -> list[str]:
+    def said(self, mine: str) -> list[str]:
         """What each rank says, in rank order."""
         if self._control is None:
             return [mine]
         said: list[Any] = [None] * self.world_size
         dist.all_gather_object(said, mine, group=self._control)
         return said
+
+    def first(self, mine: Any) -> Any:
+        """What rank 0 has; picklable."""
+        if self._control is None:
+            return mine
+        box = [mine]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]

@@ -1,0 +1,147 @@
+"""Whether a split reproduces the model: tried on a real call, judged by all ranks together."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from raymod.calls.joining import Join, find_join, take
+from raymod.calls.trees import map_tensors
+from raymod.parallel.batch import Call, batch_sizes, candidates
+from raymod.parallel.sequence import TooFewTokensError
+from raymod.parallel.verify import difference, limit_for
+from raymod.parallel.ways import WHOLE, Runner, Way
+
+__all__ = ["Judge", "Trial", "Whole"]
+
+# How long a rank waits for the others' verdict: they have run the same, but may be slower.
+MIN_PATIENCE_S = 60.0
+PATIENCE_IN_RUNS = 10
+
+MAX_BATCH_SIZES = 2
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The module's own output for a call.
+
+    Attributes:
+        output: The output, of all samples and tokens.
+        limit: The largest difference that counts as equal.
+        patience_s: How long ranks wait for each other after a trial, in seconds.
+    """
+
+    output: Any
+    limit: float
+    patience_s: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of trying a way; but for `output` and `error` the same on all ranks.
+
+    Attributes:
+        way: The way that was tried, with what was found out.
+        failure: Why it cannot be taken, in words; empty where it can.
+        output: This rank's output.
+        error: What this rank raised.
+    """
+
+    way: Way
+    failure: str = ""
+    output: Any = None
+    error: Exception | None = None
+
+
+class Judge:
+    """Tries ways to run a call."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._mesh = runner.mesh
+
+    def whole(self, call: Call, *, seed: int) -> Whole:
+        """Run the module as it is."""
+        start = time.monotonic()
+        output = self._runner.run(_fresh(call), WHOLE, seed=seed)
+        seconds = time.monotonic() - start
+        return Whole(
+            output=output,
+            limit=limit_for(self._runner.module, output),
+            patience_s=max(MIN_PATIENCE_S, PATIENCE_IN_RUNS * seconds),
+        )
+
+    def attempt(self, call: Call, way: Way, whole: Whole, *, seed: int) -> Trial:
+        """Run the call in a way and compare; all ranks must do so together.
+
+        Raises:
+            TooFewTokensError: There are fewer tokens than ranks; on all ranks then.
+            TimeoutError: The other ranks did not finish.
+        """
+        if way.groups == 1:
+            return self._compare(call, way, whole, seed)
+        # The batch first, with no collective inside: a wrong cut cannot leave a rank waiting.
+        trial = self._find_cut(call, replace(way, sequence=False), whole, seed)
+        if trial.failure or not way.sequence:
+            return trial
+        return self._compare(call, replace(trial.way, sequence=True), whole, seed)
+
+    def _find_cut(self, call: Call, way: Way, whole: Whole, seed: int) -> Trial:
+        first: Trial | None = None
+        sizes = [size for size in batch_sizes(call) if size > 1][:MAX_BATCH_SIZES]
+        for cut in (cut for size in sizes for cut in candidates(call, size)):
+            trial = self._compare(call, replace(way, cut=cut), whole, seed)
+            if not trial.failure:
+                return trial
+            first = first or trial
+        return first or Trial(way, failure="nothing in the call looks like a batch")
+
+    def _compare(self, call: Call, way: Way, whole: Whole, seed: int) -> Trial:
+        part = self._runner.part(call, way)
+        output: Any = None
+        error: Exception | None = None
+        join: Join | None = None
+        value, where = 0.0, ""
+        if part is None or part.own:
+            try:
+                output = self._runner.run(_fresh(call), way, seed=seed)
+                due = whole.output
+                if part is not None:
+                    join = find_join(due, output, batch=part.batch, own=part.own)
+                    if join is not None:
+                        span = {"start": part.start, "stop": part.stop, "batch": part.batch}
+                        due = take(due, join, **span)
+                found = difference(due, output)
+                value, where = found.value, found.where
+            except Exception as raised:  # a wrong cut can make any of it fail
+                error = raised
+                value, where = math.inf, f"it raised {type(raised).__name__}: {raised}"
+        worst = self._agree(value, error, whole)
+        if worst > whole.limit:
+            said = self._mesh.said(where if value > whole.limit else "")
+            text = next(text for text in said if text)
+            return Trial(way, f"{text} (limit {whole.limit:.0e})", error=error)
+        return Trial(replace(way, join=self._mesh.first(join)), output=output)
+
+    def _agree(self, value: float, error: Exception | None, whole: Whole) -> float:
+        """The largest difference on any rank."""
+        too_few = error if isinstance(error, TooFewTokensError) else None
+        try:
+            worst, any_too_few = self._mesh.worst(
+                [value, float(too_few is not None)], limit_s=whole.patience_s
+            )
+        except TimeoutError as late:
+            raise (error or late) from late  # whoever raised alone says why
+        if any_too_few:
+            raise too_few or TooFewTokensError("another rank has fewer tokens than ranks")
+        return worst
+
+
+def _fresh(call: Call) -> Call:
+    """The call with containers and tensors of its own: a forward may change what it is given."""
+    fresh: Call = map_tensors(call, torch.Tensor.clone)
+    return fresh

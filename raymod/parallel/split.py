@@ -1,0 +1,227 @@
+"""One module on several ranks: which way each call is split, checked before it is trusted.
+
+The first call of each kind is also run whole on every rank, and what the split run puts out is
+compared with that. All ranks judge together, so that none goes a way of its own; for the same
+reason everything that is remembered here must be equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymod.calls.joining import Join, guess_join
+from raymod.errors import SplitError
+from raymod.parallel.batch import Call, batch_size, candidates
+from raymod.parallel.judge import Judge, Trial
+from raymod.parallel.kinds import kind_of, sizes_of
+from raymod.parallel.mesh import Mesh
+from raymod.parallel.sequence import SequenceContext, TooFewTokensError
+from raymod.parallel.ways import WHOLE, Runner, Way
+
+__all__ = ["Share", "Splitter"]
+
+# After as many kinds that differ in plain integers alone, integers count no longer: they change
+# with every call then, as a step number does.
+MANY_VALUES = 8
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has after a call.
+
+    Attributes:
+        replies: Whether this rank sends its output.
+        output: The output, or this batch group's part of it; None where it does not reply.
+        join: How the parts of the replying ranks go together, in rank order. None: rank 0 has the
+            whole output.
+        warnings: What the user should hear, each text once; on rank 0 only.
+    """
+
+    replies: bool
+    output: Any
+    join: Join | None
+    warnings: tuple[str, ...] = ()
+
+
+class Splitter:
+    """Runs a module's calls split over the ranks of a mesh; the same calls on every rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        context: SequenceContext | None,
+        *,
+        asked: bool,
+        verify: bool,
+    ) -> None:
+        """Set it up; nothing runs yet.
+
+        Args:
+            module: The module, the same on every rank.
+            mesh: The ranks.
+            context: The sequence split, from `apply_context`; None where there is none.
+            asked: Whether the user asked for these degrees: then a split that is not exact is an
+                error, else the next best way is taken.
+            verify: Whether the first call of each kind is checked.
+        """
+        self.module = module
+        self.mesh = mesh
+        self._name = type(module).__name__
+        self._runner = Runner(module, mesh, context)
+        self._judge = Judge(self._runner)
+        self._has_sequence = context is not None
+        self._asked = asked
+        self._verify = verify
+        self._by_batch = mesh.degrees.batch_degree > 1 or not asked
+        self._ways: dict[Hashable, Way] = {}
+        self._families: dict[Hashable, list[Way]] = {}
+        self._said: set[str] = set()
+        self._calls = 0
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Share:
+        """Run one call, whose arguments are the same on every rank.
+
+        Raises:
+            SplitError: A split that was asked for does not reproduce the module's own output.
+        """
+        call: Call = (tuple(args), dict(kwargs))
+        self._calls += 1
+        with torch.no_grad():
+            if self.mesh.world_size == 1:
+                return self._share(call, WHOLE)
+            kind, family = self._kind(call), self._kind(call, values=False)
+            here = (kind, sizes_of(call))
+            way = self._ways.get(here) or self._ways.get(kind) or self._usual(family)
+            try:
+                if way is not None:
+                    return self._share(call, way)
+                return self._first(call, kind, family, sequence=self._has_sequence)
+            except TooFewTokensError as error:
+                if self._asked:
+                    raise
+                return self._first(call, here, family, sequence=False, why=str(error))
+
+    def forget(self) -> None:
+        """Check the next call of each kind again; for when the module has changed."""
+        self._ways.clear()
+        self._families.clear()
+
+    def _share(self, call: Call, way: Way) -> Share:
+        part = self._runner.part(call, way)
+        idle = part is not None and part.own == 0
+        output = None if idle else self._runner.run(call, way, seed=self._calls)
+        return self._made(call, way, output)
+
+    def _made(self, call: Call, way: Way, output: Any, texts: tuple[str, ...] = ()) -> Share:
+        part = self._runner.part(call, way)
+        if part is not None and part.batch < way.groups:
+            texts += (f"a batch of {part.batch} over {way.groups} groups leaves some of them idle",)
+        warnings = self._news(texts)
+        if (part is not None and part.own == 0) or not self._runner.replies(way):
+            return Share(False, None, None, warnings)
+        join = way.join
+        if part is not None and join is None:
+            join = guess_join(output, own=part.own)
+        return Share(True, output, join, warnings)
+
+    def _news(self, texts: tuple[str, ...]) -> tuple[str, ...]:
+        news = tuple(text for text in dict.fromkeys(texts) if text not in self._said)
+        self._said.update(news)
+        return news if self.mesh.rank == 0 else ()
+
+    # -- which way -----------------------------------------------------------------------------
+
+    def _kind(self, call: Call, *, values: bool = True) -> Hashable:
+        return kind_of(call, self._runner.parameters, by_batch=self._by_batch, values=values)
+
+    def _usual(self, family: Hashable) -> Way | None:
+        """The way of a family whose many kinds all went the same one."""
+        ways = self._families.get(family, [])
+        return ways[0] if len(ways) >= MANY_VALUES and len(set(ways)) == 1 else None
+
+    def _first(
+        self, call: Call, key: Hashable, family: Hashable, *, sequence: bool, why: str = ""
+    ) -> Share:
+        """The first call of a kind: find its way, keep it under `key`, and give its output."""
+        ways = list(self._wanted(call, sequence))
+        texts = [f"{self._name} is not split by sequence for a call: {why}"] if why else []
+        texts.extend(self._not_divided(call, sequence))
+        if ways and self._verify:
+            trial = self._choose(call, ways, texts)
+        else:
+            way = self._guessed(call, ways[0]) if ways else WHOLE
+            self._ways[key] = way
+            share = self._share(call, way)
+            return replace(share, warnings=self._news(tuple(texts)) + share.warnings)
+        self._ways[key] = trial.way
+        self._families.setdefault(family, []).append(trial.way)
+        return self._made(call, trial.way, trial.output, tuple(texts))
+
+    def _wanted(self, call: Call, sequence: bool) -> Iterator[Way]:
+        """The ways to try, best first; after the last one comes the whole model."""
+        divisible = batch_size(call) > 1
+        if self._asked:
+            groups = self.mesh.degrees.batch_degree if divisible else 1
+            if sequence or groups > 1:
+                yield Way(sequence=sequence, groups=groups)
+            return
+        if sequence:
+            yield Way(sequence=True, groups=1)
+        if divisible:
+            yield Way(sequence=False, groups=self.mesh.world_size)
+
+    def _choose(self, call: Call, ways: list[Way], texts: list[str]) -> Trial:
+        """The first of `ways` that reproduces the model; says in `texts` what does not."""
+        whole = self._judge.whole(call, seed=self._calls)
+        for way in ways:
+            trial = self._judge.attempt(call, way, whole, seed=self._calls)
+            if not trial.failure:
+                return trial
+            if self._asked:
+                raise SplitError(self._refusal(trial.failure)) from trial.error
+            texts.append(
+                f"{self._name} is not split {way} for calls like this one: {trial.failure}"
+            )
+        texts[-1] += f"; {self._name} runs whole on every rank then"
+        return Trial(WHOLE, output=whole.output)
+
+    def _guessed(self, call: Call, way: Way) -> Way:
+        """A way that is not checked, with the likeliest cut."""
+        if way.groups == 1:
+            return way
+        return replace(way, cut=next(candidates(call, batch_size(call))))
+
+    def _not_divided(self, call: Call, sequence: bool) -> Iterator[str]:
+        """What is known beforehand not to be split, in words."""
+        degrees = self.mesh.degrees
+        if batch_size(call) > 1 or (not self._asked and sequence):
+            return
+        if degrees.batch_degree > 1 and self._asked:
+            rest = "every batch group runs all of it" if sequence else "every rank runs all of it"
+            yield (
+                f"batch_degree={degrees.batch_degree}: a call with a batch of 1 cannot be divided "
+                f"by batch; {rest}"
+            )
+        elif not self._asked:
+            yield (
+                f"{self._name} is not split: the batch of a call is 1, and it is not split by "
+                f"sequence; every rank runs all of it"
+            )
+
+    def _refusal(self, failure: str) -> str:
+        degrees = self.mesh.degrees
+        if degrees.ulysses_degree > 1:
+            other = f"batch_degree={self.mesh.world_size}"
+        else:
+            other = "another degree"
+        return (
+            f"{self._name} split by {degrees} does not reproduce its own output: {failure}. "
+            f"Use {other}, or workers={self.mesh.world_size} alone, which takes only a split that "
+            f"is exact."
+        )

@@ -1,0 +1,118 @@
+"""The ways a call can be run on a mesh, and running it one of them."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from raymod.calls.joining import Join
+from raymod.calls.trees import map_tensors
+from raymod.parallel.batch import BatchCut, Call, cut_call, size_under
+from raymod.parallel.kinds import kind_of, sizes_of
+from raymod.parallel.mesh import Mesh, part_sizes, part_start
+from raymod.parallel.sequence import SequenceContext
+
+__all__ = ["WHOLE", "Part", "Runner", "Way"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a call is run.
+
+    Attributes:
+        sequence: Whether it is split by sequence.
+        groups: Into how many parts the batch is divided; 1: it is not.
+        cut: What of the call is divided then.
+        join: How the outputs go together then; None where that was never checked.
+    """
+
+    sequence: bool
+    groups: int
+    cut: BatchCut | None = None
+    join: Join | None = None
+
+    def __str__(self) -> str:
+        splits = [self.sequence and "by sequence", self.groups > 1 and "by batch"]
+        return " and ".join(split for split in splits if split) or "whole on every rank"
+
+
+WHOLE = Way(sequence=False, groups=1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The samples of one rank: from `start` to `stop` of a batch."""
+
+    start: int
+    stop: int
+    batch: int
+
+    @property
+    def own(self) -> int:
+        """Number of samples."""
+        return self.stop - self.start
+
+
+class Runner:
+    """Runs a module's calls on one rank of a mesh.
+
+    Attributes:
+        module: The module, with its hooks in place.
+        mesh: The ranks.
+        context: The sequence split; None where there is none.
+        parameters: Names of the parameters of the module's forward.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, context: SequenceContext | None) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.context = context
+        self.parameters = list(inspect.signature(module.forward).parameters)
+
+    def run(self, call: Call, way: Way, *, seed: int) -> Any:
+        """This rank's output, whole or for its part of the batch; the part must not be empty.
+
+        Args:
+            call: The arguments of the whole call.
+            way: How it is run.
+            seed: For random numbers drawn inside, the same on all ranks.
+
+        Returns:
+            The output, with no collective pending.
+        """
+        part = self.part(call, way)
+        if part is not None and way.cut is not None:
+            call = cut_call(call, way.cut, part.start, part.stop)
+        if not way.sequence:
+            return self._finished(call, seed)
+        assert self.context is not None
+        kind = kind_of(call, self.parameters, by_batch=False)
+        with self.context.on((kind, sizes_of(call))):
+            return self._finished(call, seed)
+
+    def part(self, call: Call, way: Way) -> Part | None:
+        """This rank's part of the batch; None where the batch is not divided."""
+        if way.groups == 1 or way.cut is None:
+            return None
+        batch = size_under(call, way.cut)
+        group = self.mesh.rank // (self.mesh.world_size // way.groups)
+        start = part_start(batch, way.groups, group)
+        return Part(start, start + part_sizes(batch, way.groups)[group], batch)
+
+    def replies(self, way: Way) -> bool:
+        """Whether this rank is the first of those that have the same output."""
+        return self.mesh.rank % (self.mesh.world_size // way.groups) == 0
+
+    def _finished(self, call: Call, seed: int) -> Any:
+        if self.mesh.world_size > 1:
+            torch.manual_seed(seed)  # what is drawn must not differ between ranks and runs
+        return map_tensors(self.module(*call[0], **call[1]), _waited)
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

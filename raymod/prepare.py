@@ -1,0 +1,169 @@
+"""What a rank does to its module before it serves, always in the same order.
+
+Threads, the user's own step, the device, the split. The order matters: the user's step may replace
+layers, and the split looks for the ones that are there in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymod.config import Degrees, ParallelConfig, PrepareConfig
+from raymod.errors import ConfigError
+from raymod.parallel import Mesh, SequenceContext, Share, Splitter, apply_context
+from raymod.plans import sequence_plan
+
+__all__ = ["PrepareReport", "Share", "SplitModule", "prepare"]
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """What was done to the module of one rank.
+
+    Attributes:
+        degrees: The degrees that are in effect.
+        split: How calls are divided, in words.
+        hooks: Number of places where tokens are cut or gathered.
+        attentions: Number of attention processors that exchange tokens between ranks.
+        threads: Torch threads on CPU.
+        warnings: What the user should hear.
+    """
+
+    degrees: Degrees
+    split: str
+    hooks: int
+    attentions: int
+    threads: int
+    warnings: tuple[str, ...] = ()
+
+
+class SplitModule:
+    """A module ready to be called on every rank at once.
+
+    Attributes:
+        module: The module itself.
+        report: What was done to it.
+    """
+
+    def __init__(self, module: nn.Module, splitter: Splitter, report: PrepareReport) -> None:
+        self.module = module
+        self.report = report
+        self._splitter = splitter
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Share:
+        """Run one call, whose arguments are the same on every rank.
+
+        Raises:
+            SplitError: A split that was asked for does not reproduce the module's own output.
+        """
+        return self._splitter(args, kwargs)
+
+    def forget(self) -> None:
+        """Check the next call of each kind again; for when the module has changed."""
+        self._splitter.forget()
+
+
+def prepare(
+    module: nn.Module,
+    *,
+    degrees: Degrees,
+    parallel: ParallelConfig,
+    prepare: PrepareConfig,
+    device: torch.device,
+) -> SplitModule:
+    """Make a rank's module ready; every rank must do so at the same time.
+
+    Args:
+        module: The module, with its weights, the same on every rank. It is changed in place.
+        degrees: The degrees to use; their product is the number of ranks.
+        parallel: What the user asked for: whether degrees were named, whether to check.
+        prepare: The options of this step.
+        device: Where the rank computes.
+
+    Raises:
+        ConfigError: The module cannot be split this way, or `prepare.extra` did not return a
+            module.
+    """
+    mesh = Mesh(degrees, device)
+    threads = _set_threads(prepare.threads, mesh)
+    if prepare.extra is not None:
+        module = _changed(module, prepare)
+    module = module.to(device)
+    context = _split(module, mesh)
+    splitter = Splitter(module, mesh, context, asked=parallel.has_degrees, verify=parallel.verify)
+    report = PrepareReport(
+        degrees=degrees,
+        split=_words(degrees, context),
+        hooks=context.hooks if context else 0,
+        attentions=context.attentions if context else 0,
+        threads=threads,
+        warnings=tuple(_warnings(module, degrees, parallel)),
+    )
+    return SplitModule(module, splitter, report)
+
+
+def _changed(module: nn.Module, prepare: PrepareConfig) -> nn.Module:
+    assert prepare.extra is not None
+    changed = prepare.extra(module)
+    if not isinstance(changed, nn.Module):
+        raise ConfigError(
+            f"prepare.extra must return the module, not {type(changed).__name__}; "
+            f"does it lack a return?"
+        )
+    return changed
+
+
+def _split(module: nn.Module, mesh: Mesh) -> SequenceContext | None:
+    if mesh.degrees.ulysses_degree == 1:
+        return None
+    plan = sequence_plan(module)
+    if plan is None:
+        raise ConfigError(
+            f"ulysses_degree={mesh.degrees.ulysses_degree}: {type(module).__name__} does not say "
+            f"where it can be cut (it has no _cp_plan). Use batch_degree={mesh.world_size}."
+        )
+    return apply_context(module, plan, mesh)
+
+
+def _words(degrees: Degrees, context: SequenceContext | None) -> str:
+    if degrees.world_size == 1:
+        return "one rank, no split"
+    splits = []
+    if degrees.batch_degree > 1:
+        splits.append(f"by batch over {degrees.batch_degree}")
+    if context is not None:
+        splits.append(
+            f"by sequence over {degrees.ulysses_degree} "
+            f"({context.hooks} cuts and gathers, {context.attentions} attentions)"
+        )
+    return " and ".join(splits)
+
+
+def _warnings(module: nn.Module, degrees: Degrees, parallel: ParallelConfig) -> list[str]:
+    if parallel.has_degrees or degrees.batch_degree == 1:
+        return []
+    return [
+        f"{type(module).__name__} does not say where its sequence can be cut (it has no _cp_plan): "
+        f"calls are divided by batch only, and a call with a batch of 1 is not divided"
+    ]
+
+
+def _set_threads(wanted: int | None, mesh: Mesh) -> int:
+    """Give each rank of a host its share of the cores; Ray sets one thread a rank."""
+    if wanted is None:
+        host = socket.gethostname()
+        wanted = max(1, _cores() // mesh.said(host).count(host))
+    torch.set_num_threads(wanted)
+    return wanted
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
