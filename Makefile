@@ -62,7 +62,7 @@ $(VENV)/.torch: $(VENV)/.torch-spec requirements/torch.txt
 
 $(VENV)/.demo: $(VENV)/.torch requirements/demo.txt setup.cfg pyproject.toml
 	$(INSTALL) -r requirements/demo.txt
-	$(INSTALL) --no-deps --no-build-isolation --editable .
+	PYTHONWARNINGS=ignore $(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo requirements/dev.txt
