@@ -246,6 +246,15 @@ FAMILIES: dict[str, Callable[..., Made]] = {
     "ltx": ltx,
 }
 
+# A module that each family's image tokens pass, as its first argument.
+ATTENTIONS = {
+    "flux": "transformer_blocks.0.attn",
+    "flux2": "transformer_blocks.0.attn",
+    "wan": "blocks.0.attn1",
+    "qwenimage": "transformer_blocks.0.attn",
+    "ltx": "transformer_blocks.0.attn1",
+}
+
 
 def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
     """Draw every parameter anew, so that no gate is zero and no norm the identity."""

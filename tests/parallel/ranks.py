@@ -25,7 +25,8 @@ class RankFailedError(AssertionError):
 class Ranks:
     """`size` processes, one thread each, joined by gloo."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, timeout_s: float = 60) -> None:
+        """Start them; a collective of theirs fails after `timeout_s`."""
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
@@ -33,16 +34,20 @@ class Ranks:
         self._processes: list[Any] = []
         for rank in range(size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs, rank, size, store), daemon=True)
+            process = _context.Process(
+                target=_serve, args=(theirs, rank, size, store, timeout_s), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def __call__(self, function: Callable[..., Any], *args: Any, limit_s: float = 120) -> list[Any]:
-        """`function(*args)` on every rank; what each returned, in rank order."""
+    def __call__(
+        self, function: Callable[..., Any], *args: Any, limit_s: float = 120, **kwargs: Any
+    ) -> list[Any]:
+        """`function(*args, **kwargs)` on every rank; what each returned, in rank order."""
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, kwargs))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + limit_s
@@ -60,6 +65,10 @@ class Ranks:
             raise RankFailedError("\n".join(f"rank {r}: {e}" for r, e in sorted(errors.items())))
         return [results[rank] for rank in range(self.size)]
 
+    @property
+    def alive(self) -> bool:
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
     def close(self) -> None:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
@@ -76,7 +85,7 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, store: str, timeout_s: float) -> None:
     import torch
     import torch.distributed as dist
 
@@ -87,15 +96,15 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
             store=dist.FileStore(store, size),
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=timeout_s),
         )
     while True:
         job = pipe.recv()
         if job is None:
             break
-        function, args = job
+        function, args, kwargs = job
         try:
-            answer = True, function(*args)
+            answer = True, function(*args, **kwargs)
         except Exception:
             answer = False, traceback.format_exc()
         try:

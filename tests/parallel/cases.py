@@ -1,0 +1,174 @@
+"""What runs on each rank. Called by name from the tests, so it lives in a module of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from raymod.calls.joining import Join, join
+from raymod.calls.trees import tensors
+from raymod.config import Degrees, ParallelConfig, PrepareConfig
+from raymod.prepare import PrepareReport, SplitModule, prepare
+from tests import models
+from tests.parallel.flops import count
+
+Call = dict[str, Any]
+Degree = dict[str, int]
+
+
+@dataclass
+class Seen:
+    """What one rank saw in one call."""
+
+    replies: bool
+    output: Any
+    join: Join | None
+    warnings: tuple[str, ...]
+    error: str
+    runs: int  # forwards of the module, the whole ones for the check included
+    tokens: list[int]  # tokens that arrived in the watched module, a number a forward
+    whole: Any  # what the module put out before it was split
+    report: PrepareReport
+
+
+def split(
+    module: nn.Module, degrees: Degree, asked: Degree | None = None, **options: Any
+) -> SplitModule:
+    """`module` prepared; `asked` is what the user gave (default: the degrees)."""
+    return prepare(
+        module,
+        degrees=Degrees(**degrees),
+        parallel=ParallelConfig(**(degrees if asked is None else asked), **options),
+        prepare=PrepareConfig(threads=1),
+        device=torch.device("cpu"),
+    )
+
+
+def family(
+    name: str,
+    config: dict[str, Any],
+    calls: list[dict[str, Any]],
+    degrees: Degree,
+    asked: Degree | None = None,
+    dtype: torch.dtype = torch.float32,
+    change: Callable[[nn.Module], None] | None = None,
+    late_change: Callable[[nn.Module], None] | None = None,
+    **options: Any,
+) -> list[Seen]:
+    """Calls to one of the tiny transformers, on a rank.
+
+    `change` is done to the module before, `late_change` after it was prepared.
+    """
+    module, make_inputs = models.FAMILIES[name](**config)
+    module = module.to(dtype)
+    if change is not None:
+        change(module)
+    inputs = [cast(make_inputs(**call), dtype) for call in calls]
+    return watch(module, inputs, degrees, asked, late_change=late_change, **options)
+
+
+def watch(
+    module: nn.Module,
+    calls: list[Call],
+    degrees: Degree,
+    asked: Degree | None = None,
+    late_change: Callable[[nn.Module], None] | None = None,
+    watched: str | None = None,
+    **options: Any,
+) -> list[Seen]:
+    """Calls to a module; what the rank saw of each."""
+    with torch.no_grad():
+        wholes = []
+        for number, call in enumerate(calls, 1):
+            torch.manual_seed(number)
+            wholes.append(attempt(lambda call=call: module(**call))[0])
+    ready = split(module, degrees, asked, **options)
+    if late_change is not None:
+        late_change(module)
+    runs: list[int] = []
+    module.register_forward_pre_hook(lambda *_: runs.append(1))
+    tokens: list[int] = []
+    if watched is not None:
+        inner = module.get_submodule(watched)
+        note = lambda _, args, kwargs: tokens.append(first_tensor(args, kwargs).shape[1])  # noqa: E731
+        inner.register_forward_pre_hook(note, with_kwargs=True)
+    seen = []
+    for call, whole in zip(calls, wholes, strict=True):
+        runs.clear()
+        tokens.clear()
+        share, error = attempt(lambda call=call: ready((), call))
+        seen.append(
+            Seen(
+                replies=bool(share and share.replies),
+                output=share.output if share else None,
+                join=share.join if share else None,
+                warnings=share.warnings if share else (),
+                error=error,
+                runs=len(runs),
+                tokens=list(tokens),
+                whole=whole,
+                report=ready.report,
+            )
+        )
+    return seen
+
+
+def flops(
+    name: str, config: dict[str, Any], call: dict[str, Any], degrees: Degree
+) -> tuple[int, int]:
+    """Of one call to a tiny transformer: whole, and this rank's."""
+    module, make_inputs = models.FAMILIES[name](**config)
+    inputs = make_inputs(**call)
+    with torch.no_grad():
+        whole = count(lambda: module(**inputs))
+    ready = split(module, degrees, verify=False)
+    return whole, count(lambda: ready((), inputs))
+
+
+def attempt(function: Callable[[], Any]) -> tuple[Any, str]:
+    try:
+        return function(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def first_tensor(*values: Any) -> torch.Tensor:
+    return next(tensors(values))
+
+
+def cast(inputs: Call, dtype: torch.dtype) -> Call:
+    def change(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    return {name: change(value) for name, value in inputs.items()}
+
+
+# -- what follows runs in the test's own process --
+
+
+def whole_output(seen: Sequence[Seen]) -> Any:
+    """What the driver makes of the ranks' replies."""
+    replies = [one for one in seen if one.replies]
+    how = replies[0].join
+    return replies[0].output if how is None else join([one.output for one in replies], how)
+
+
+def largest_difference(whole: Any, other: Any) -> float:
+    """Over all tensors of two outputs of one type, relative to the largest entry of each."""
+    assert type(whole) is type(other)
+    ones, shape = tree_flatten(whole)
+    others, other_shape = tree_flatten(other)
+    assert shape == other_shape
+    worst = 0.0
+    for one, two in zip(ones, others, strict=True):
+        assert (one.shape, one.dtype) == (two.shape, two.dtype)
+        assert not two.isnan().any()
+        scale = max(1.0, one.abs().max().item())
+        worst = max(worst, (one.double() - two.double()).abs().max().item() / scale)
+    return worst
