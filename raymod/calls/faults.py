@@ -14,17 +14,20 @@ __all__ = ["find_fault", "is_call", "type_name"]
 _MAX_DEPTH = 100
 
 
-def find_fault(obj: Any, path: str, fails: Callable[[Any], bool]) -> tuple[str, Any]:
+def find_fault(
+    obj: Any, path: str, fails: Callable[[Any], bool], state_of: Callable[[nn.Module], Any]
+) -> tuple[str, Any]:
     """The innermost part of `obj` that fails, and the path to it.
 
     Args:
         obj: An object for which `fails` holds.
         path: What to call it.
         fails: Whether a part fails by itself.
+        state_of: The part of a module that would travel.
     """
     seen = {id(obj)}
     for _ in range(_MAX_DEPTH):
-        for step, part in _parts(obj):
+        for step, part in _parts(obj, state_of):
             if id(part) not in seen and fails(part):
                 seen.add(id(part))
                 obj, path = part, path + step
@@ -52,7 +55,7 @@ def type_name(obj: Any) -> str:
     return name.removeprefix("builtins.").replace("torch._C.", "torch.")
 
 
-def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+def _parts(obj: Any, state_of: Callable[[nn.Module], Any]) -> Iterator[tuple[str, Any]]:
     """What `obj` holds, each with the text that leads to it."""
     if is_call(obj):
         yield "args", obj[0]
@@ -70,7 +73,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         for value in obj:
             yield f"[{value!r}]", value
     elif isinstance(obj, nn.Module):
-        yield from _parts_of_module(obj)
+        yield from _parts_of_module(state_of(obj))
     elif isinstance(obj, FunctionType):
         yield from _parts_of_function(obj)
     elif isinstance(obj, MethodType):
@@ -79,8 +82,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from _attributes(obj)
 
 
-def _parts_of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    state = dict(vars(module))
+def _parts_of_module(state: Any) -> Iterator[tuple[str, Any]]:
+    state = dict(state) if isinstance(state, Mapping) else {}
     for name in ("_modules", "_parameters", "_buffers"):
         for key, value in state.pop(name, {}).items():
             yield f".{key}", value

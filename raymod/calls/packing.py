@@ -112,7 +112,10 @@ def take_apart(
         return _take_apart(obj, reduce)
     except Exception as error:
         path, part = find_fault(
-            obj, "" if is_call(obj) else what, lambda o: not _travels(o, reduce)
+            obj,
+            "" if is_call(obj) else what,
+            lambda part: not _travels(part, reduce),
+            lambda module: _state_of(module, reduce),
         )
         subject = f"{what} {path}" if is_call(obj) else path
         raise PackError(
@@ -209,6 +212,11 @@ def _travels(obj: Any, reduce: Reducer | None) -> bool:
     except Exception:
         return False
     return True
+
+
+def _state_of(module: nn.Module, reduce: Reducer | None) -> Any:
+    reduced = NotImplemented if reduce is None else reduce(module)
+    return vars(module) if reduced is NotImplemented else reduced[2]
 
 
 def _reason(part: Any, reduce: Reducer | None, error: Exception) -> str:

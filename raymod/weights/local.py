@@ -1,0 +1,108 @@
+"""The driver's own weights: let go of, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from raymod.errors import UnsupportedError, WeightsError
+
+__all__ = ["Freed", "free"]
+
+_Dict = dict[str, "torch.Tensor | None"]
+
+
+@dataclass
+class _Slot:
+    """One weight and every place that holds it."""
+
+    tensor: torch.Tensor
+    shape: torch.Size
+    device: torch.device
+    names: list[str]
+    places: list[tuple[_Dict, str]]
+
+
+def free(module: nn.Module) -> Freed:
+    """Let go of the data of all parameters and persistent buffers.
+
+    Meta tensors of the same shapes and dtypes take their places, so that what asks for shapes
+    still gets an answer. Non-persistent buffers stay: they are small, belong to no checkpoint,
+    and helpers that a pipeline calls on the driver read them.
+
+    Raises:
+        UnsupportedError: A weight is of a tensor subclass (quantised, say).
+    """
+    slots = _slots(module)
+    for slot in slots:
+        if type(slot.tensor) not in (torch.Tensor, nn.Parameter):
+            raise UnsupportedError(
+                f"keep_local=False: {slot.names[0]} is a {type(slot.tensor).__name__}, whose data "
+                f"cannot be freed and put back. Keep the local weights."
+            )
+    for slot in slots:
+        tensor = slot.tensor
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+        for holder, name in slot.places:
+            holder[name] = empty
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.grad = None
+    return Freed(slots)
+
+
+class Freed:
+    """Weights that were let go of; made by `free`."""
+
+    def __init__(self, slots: list[_Slot]) -> None:
+        self._slots = slots
+
+    def restore(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Put the very parameters and buffers from before back, with `values` as their data.
+
+        Args:
+            values: By name; a tied weight under any of its names. Names that were not freed are
+                ignored. The tensors are taken over where their device is right.
+
+        Raises:
+            WeightsError: One is missing or has another shape; then nothing is changed.
+        """
+        found = [_value(slot, values) for slot in self._slots]
+        for slot, value in zip(self._slots, found, strict=True):
+            slot.tensor.data = value.detach().to(slot.device)
+            for holder, name in slot.places:
+                holder[name] = slot.tensor
+
+
+def _slots(module: nn.Module) -> list[_Slot]:
+    slots: dict[int, _Slot] = {}
+    for name, tensor, holder, key in _weights(module):
+        slot = slots.setdefault(id(tensor), _Slot(tensor, tensor.shape, tensor.device, [], []))
+        slot.names.append(name)
+        slot.places.append((holder, key))
+    return list(slots.values())
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, _Dict, str]]:
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for holder in (part._parameters, part._buffers):
+            for key, tensor in holder.items():
+                if tensor is None or key in part._non_persistent_buffers_set:
+                    continue
+                yield f"{prefix}.{key}".lstrip("."), tensor, holder, key
+
+
+def _value(slot: _Slot, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    value = next((values[name] for name in slot.names if name in values), None)
+    if value is None:
+        raise WeightsError(f"the weights cannot be put back: {slot.names[0]} did not come back")
+    if value.shape != slot.shape:
+        raise WeightsError(
+            f"the weights cannot be put back: {slot.names[0]} came back as {tuple(value.shape)}, "
+            f"not {tuple(slot.shape)}"
+        )
+    return value
