@@ -1,0 +1,220 @@
+"""The stub passes for the module and never changes the local side alone."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raymod.errors import ConfigError, StubClosedError, UnsupportedError, WeightsError
+from raymod.module import RemoteModule, make_stub, restore_local
+from raymod.weights import free
+from tests import models
+from tests.module.standin import Ranks, Report
+
+
+def stub_of(module: nn.Module, **options: Any) -> tuple[RemoteModule, Ranks]:
+    ranks = Ranks(module)
+    stub = make_stub(module, ranks, report=Report(), device=torch.device("cpu"), **options)
+    return stub, ranks
+
+
+@pytest.fixture
+def flux() -> Any:
+    module, make_inputs = models.flux()
+    return module.eval(), make_inputs
+
+
+def test_it_is_an_instance_of_the_originals_class(flux: Any) -> None:
+    module, _ = flux
+    before = dict(vars(module))
+    stub, _ = stub_of(module)
+    assert isinstance(stub, type(module))
+    assert isinstance(stub, RemoteModule)
+    assert type(stub).__name__ == type(module).__name__
+    assert type(stub).__module__ == type(module).__module__
+    assert inspect.signature(stub.forward) == inspect.signature(module.forward)
+    assert stub.config == module.config
+    assert stub.dtype == module.dtype
+    assert stub.num_parameters() == module.num_parameters()
+    assert vars(module) == before
+
+
+def test_the_call_reaches_the_ranks_positional_and_keyword(flux: Any) -> None:
+    module, make_inputs = flux
+    stub, ranks = stub_of(module)
+    inputs = make_inputs(2, return_dict=True)
+    with torch.no_grad():
+        local = module(**inputs)
+        remote = stub(**inputs)
+        latents = inputs.pop("hidden_states")
+        positional = stub(latents, **inputs)
+    assert type(remote) is type(local)
+    assert torch.equal(remote.sample, local.sample)
+    assert torch.equal(positional.sample, local.sample)
+    assert len(ranks.calls) == 2
+    assert ranks.calls[1][0][0] is latents
+
+
+def test_inputs_that_want_gradients_are_refused(flux: Any) -> None:
+    module, make_inputs = flux
+    stub, ranks = stub_of(module)
+    inputs = make_inputs(1)
+    inputs["hidden_states"].requires_grad_()
+    with pytest.raises(UnsupportedError, match="no_grad"):
+        stub(**inputs)
+    assert not ranks.calls
+    with torch.no_grad():
+        stub(**inputs)
+    assert len(ranks.calls) == 1
+
+
+def test_to_a_device_moves_nothing_and_is_remembered(flux: Any) -> None:
+    module, _ = flux
+    stub, _ = stub_of(module)
+    assert stub.device == torch.device("cpu")
+    for ask, device in (
+        (lambda: stub.to("cuda"), torch.device("cuda")),
+        (lambda: stub.cuda(), torch.device("cuda", 0)),
+        (lambda: stub.cuda(1), torch.device("cuda", 1)),
+        (lambda: stub.to(torch.zeros(1)), torch.device("cpu")),
+        (lambda: stub.xpu(), torch.device("xpu", 0)),
+        (lambda: stub.cpu(), torch.device("cpu")),
+    ):
+        assert ask() is stub
+        assert stub.device == device
+        assert next(stub.parameters()).device.type == "cpu"
+    with pytest.raises(ConfigError, match="meta"):
+        stub.to("meta")
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [
+        (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+        (lambda m: m.to("cpu", torch.float16), torch.float16),
+        (lambda m: m.half(), torch.float16),
+        (lambda m: m.bfloat16(), torch.bfloat16),
+        (lambda m: m.double(), torch.float64),
+        (lambda m: m.to(dtype=torch.float64).float(), torch.float32),
+    ],
+)
+def test_to_a_dtype_changes_both_sides(flux: Any, cast: Any, dtype: torch.dtype) -> None:
+    module, _ = flux
+    stub, ranks = stub_of(module)
+    parameter = module.proj_out.weight
+    assert cast(stub) is stub
+    assert stub.dtype == module.dtype == dtype
+    assert ranks.module.proj_out.weight.dtype == dtype
+    assert module.proj_out.weight is parameter
+
+
+def test_train_and_eval_are_mirrored(flux: Any) -> None:
+    module, _ = flux
+    stub, ranks = stub_of(module)
+    assert stub.train() is stub
+    assert stub.training
+    assert ranks.module.training
+    assert all(part.training for part in module.modules())
+    stub.eval()
+    assert [stub.training, ranks.module.training, module.training] == [False] * 3
+
+
+def test_attributes_are_set_on_every_rank(flux: Any) -> None:
+    module, _ = flux
+    stub, ranks = stub_of(module)
+    stub.out_channels = 7
+    assert ranks.module.out_channels == stub.out_channels == 7
+    with pytest.raises(UnsupportedError, match="proj_out"):
+        stub.proj_out = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match="proj_out"):
+        del stub.proj_out
+
+
+def test_copies_and_pickles_are_refused_with_the_way_out(flux: Any) -> None:
+    module, _ = flux
+    stub, _ = stub_of(module)
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match=r"raymod\.unwrap"):
+            make(stub)
+
+
+def test_closed_says_so(flux: Any) -> None:
+    module, make_inputs = flux
+    stub, ranks = stub_of(module)
+    with stub as entered:
+        assert entered is stub
+        assert not stub.closed
+    stub.close()
+    assert stub.closed
+    assert ranks.closes == 2
+    for use in (
+        lambda: stub(**make_inputs(1)),
+        lambda: stub.to(torch.float16),
+        lambda: stub.train(),
+        lambda: setattr(stub, "out_channels", 3),
+    ):
+        with pytest.raises(StubClosedError, match="closed"), torch.no_grad():
+            use()
+    assert "closed" in repr(stub)
+    assert restore_local(stub) is module
+
+
+def test_repr_is_one_line(flux: Any) -> None:
+    stub, _ = stub_of(flux[0])
+    assert repr(stub) == "RemoteModule(FluxTransformer2DModel, 2 ranks: ulysses_degree=2)"
+
+
+def test_save_pretrained_writes_the_original(flux: Any, tmp_path: Any) -> None:
+    module, make_inputs = flux
+    stub, _ = stub_of(module)
+    stub.save_pretrained(tmp_path)
+    again = type(module).from_pretrained(tmp_path)
+    inputs = make_inputs(1)
+    with torch.no_grad():
+        assert torch.equal(again(**inputs)[0], module(**inputs)[0])
+
+
+def test_freed_weights_come_back_into_the_same_parameters(flux: Any, tmp_path: Any) -> None:
+    module, make_inputs = flux
+    inputs = make_inputs(1)
+    with torch.no_grad():
+        expected = module(**inputs)[0]
+    parameters = dict(module.named_parameters())
+    ranks = Ranks(module)
+    stub = make_stub(module, ranks, report=Report(), device=torch.device("cpu"), freed=free(module))
+    assert all(parameter.is_meta for parameter in stub.parameters())
+    assert stub.num_parameters() == sum(p.numel() for p in ranks.module.parameters())
+    stub.save_pretrained(tmp_path)
+    saved = type(module).from_pretrained(tmp_path)
+    stub.to(torch.float64).to(torch.float32)
+    with torch.no_grad():
+        assert torch.equal(saved(**inputs)[0], expected)
+    assert restore_local(stub) is module
+    assert all(dict(module.named_parameters())[name] is p for name, p in parameters.items())
+    with torch.no_grad():
+        assert torch.equal(module(**inputs)[0], expected)
+
+
+def test_freed_weights_of_a_closed_stub_are_lost_and_it_says_so(flux: Any) -> None:
+    module, _ = flux
+    stub, _ = stub_of(module, freed=free(module))
+    stub.close()
+    with pytest.raises(WeightsError, match="keep_local=False"):
+        restore_local(stub)
+
+
+def test_a_plain_module_too() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.GELU())
+    stub, _ = stub_of(module)
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        assert torch.equal(stub(x), module(x))
+    assert isinstance(stub, nn.Sequential)
+    assert len(stub) == 2
+    assert stub.state_dict().keys() == module.state_dict().keys()
