@@ -201,16 +201,15 @@ def _own_heads(
     """The mask for all queries of this rank's heads."""
     if mask is None or found is None:
         return mask
-    if found.has_heads and mask.shape[1] > 1:
-        if mask.shape[1] != sum(query_heads):
-            raise UnsupportedError(
-                f"the attention mask has {mask.shape[1]} heads, the queries {sum(query_heads)}"
-            )
-        start = sum(query_heads[: context.rank])
-        mask = mask.narrow(1, start, query_heads[context.rank])
     if found.has_queries and found.queries == "own":
         mask = gather(mask, -2, query_tokens, context.group)
-    return mask
+    if not found.has_heads or mask.shape[1] == 1:
+        return mask
+    if mask.shape[1] != sum(query_heads):
+        raise UnsupportedError(
+            f"the attention mask has {mask.shape[1]} heads, the queries {sum(query_heads)}"
+        )
+    return mask.narrow(1, sum(query_heads[: context.rank]), query_heads[context.rank])
 
 
 def _causal_rows(own: tuple[int, int], keys: int, device: torch.device) -> torch.Tensor:

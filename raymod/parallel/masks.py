@@ -45,12 +45,12 @@ def mask_numbers(mask: Any) -> tuple[int, int, int]:
             f"an attention mask of type {type(mask).__name__} cannot be divided over ranks; "
             f"give a tensor, or use batch_degree"
         )
-    if not 1 <= mask.ndim <= 4 or (mask.ndim == 3 and mask.shape[0] != 1):
+    if not 2 <= mask.ndim <= 4 or (mask.ndim == 3 and mask.shape[0] != 1):
         raise UnsupportedError(
             f"an attention mask of shape {list(mask.shape)} can mean several things; "
             f"give it as [batch, heads, queries, keys]"
         )
-    return mask.ndim, mask.shape[-2] if mask.ndim > 1 else -1, mask.shape[-1]
+    return mask.ndim, mask.shape[-2], mask.shape[-1]
 
 
 def layout(
@@ -82,7 +82,7 @@ def layout(
     ndim = ndims.pop()
     keys = _axis([row[2] for row in rows], key_tokens, "key")
     seconds = [row[1] for row in rows]
-    has_queries = ndim > 2 or (ndim == 2 and not _is_batch(seconds, batch, query_tokens))
+    has_queries = ndim > 2 or not _is_batch(seconds, batch, query_tokens)
     queries: Axis = _axis(seconds, query_tokens, "query") if has_queries else "one"
     if keys == "own" and queries == "own":
         raise UnsupportedError(
