@@ -1,0 +1,6 @@
+"""A placement group and its actors: started all or none, asked together, ended together."""
+
+from raymod.gang.core import Gang, GangReport
+from raymod.gang.start import default_world_size
+
+__all__ = ["Gang", "GangReport", "default_world_size"]

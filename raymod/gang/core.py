@@ -1,0 +1,404 @@
+"""A gang that is up: calls, health, and its end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raymod.calls import pack, unpack
+from raymod.calls.joining import join
+from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
+from raymod.errors import (
+    CallTimeoutError,
+    ConfigError,
+    GangError,
+    GangFailedError,
+    RankDiedError,
+    RankError,
+    StubClosedError,
+)
+from raymod.gang.interrupts import interrupt_deferred
+from raymod.gang.progress import Progress
+from raymod.gang.ranks import Member, Outcome, collect, in_step, judge
+from raymod.gang.start import Asked, Existing, start
+from raymod.transport import RayTransport, Transport
+from raymod.weights import Offer
+from raymod.worker import Health, RankInfo, Reply, Worker
+
+__all__ = ["Gang", "GangReport"]
+
+logger = logging.getLogger(__name__)
+
+_TURN_SLICE_S = 0.5
+_STEP_TEST_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangReport:
+    """How a gang was started.
+
+    Attributes:
+        ranks: What each rank says of itself, in rank order.
+        phases: Seconds of each phase of the start.
+        split: What was split, in words.
+        warnings: What the user should know.
+    """
+
+    ranks: tuple[RankInfo, ...]
+    phases: Mapping[str, float]
+    split: str
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was last seen of a gang.
+
+    Attributes:
+        failure: What ended it, if anything did.
+        closing: Whether `close` was called.
+        closed: Whether everything is gone.
+    """
+
+    failure: GangError | None = None
+    closing: bool = False
+    closed: bool = False
+
+
+class Gang:
+    """The ranks of one module, in rank order, as one thing. Made by `Gang.start`.
+
+    One fate: when a rank dies or hangs, or raises while others do not, the whole gang is ended
+    and every later call raises at once. Safe to use from several threads, which take turns.
+
+    Attributes:
+        report: How it was started.
+    """
+
+    def __init__(self, asked: Asked, existing: Existing, report: GangReport) -> None:
+        self.report = report
+        self._asked = asked
+        self._existing = existing
+        self._seen = _Seen()
+        self._turn = threading.Lock()
+        # Ray's promises of a call that was interrupted; the ranks are still at it
+        self._flight: dict[Any, Member] = {}
+        self._said: set[str] = set()
+        self._finalizer = weakref.finalize(self, existing.cleanup.run_apart)
+        self._finalizer.atexit = False  # the clean-up has its own place at the exit
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        degrees: Degrees,
+        load: Offer,
+        config: GangConfig | None = None,
+        parallel: ParallelConfig | None = None,
+        prepare: PrepareConfig | None = None,
+        progress: Callable[[str], None] | None = None,
+        transport: Transport | None = None,
+    ) -> Gang:
+        """Start the ranks, give them the module and let them split it: all or nothing.
+
+        Args:
+            degrees: How many ways along each split; their product is the number of ranks.
+            load: Where the weights come from: what `raymod.weights.offer` gives.
+            config: Where and how the ranks run.
+            parallel: What was asked of the split.
+            prepare: What each rank does to its module.
+            progress: Called with the name of each phase, instead of the progress line.
+            transport: How calls travel. None: through Ray's object store.
+
+        Raises:
+            CapacityError: The cluster does not have what the ranks need.
+            StartTimeoutError: They were not ready within `config.start_timeout_s`.
+            GangStartError: They did not become ready; the cause is what stood in the way.
+        """
+        config = config or GangConfig()
+        asked = Asked(
+            config=config,
+            degrees=degrees,
+            parallel=parallel or ParallelConfig(),
+            prepare=prepare or PrepareConfig(),
+            transport=transport or RayTransport(timeout_s=config.call_timeout_s),
+        )
+        with Progress(progress) as steps:
+            existing = start(asked, load, steps)
+        report = GangReport(
+            ranks=existing.infos,
+            phases=steps.phases,
+            split=existing.split,
+            warnings=existing.warnings,
+        )
+        gang = cls(asked, existing, report)
+        gang._warn(report.warnings)
+        return gang
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._asked.world_size
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._seen.closing
+
+    # -- work ----------------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """One call of the module, on all ranks.
+
+        Args:
+            args: Positional arguments, nested as they like.
+            kwargs: Keyword arguments.
+
+        Returns:
+            What the module returns, on the CPU.
+
+        Raises:
+            PackError: An argument cannot travel.
+            RankError: A rank raised. If all ranks raised alike, the gang goes on.
+            RankDiedError: A rank is gone.
+            CallTimeoutError: No answer within `call_timeout_s`.
+            GangFailedError: The gang had ended before.
+            StubClosedError: The gang was closed.
+        """
+        self._check_open()
+        packed = pack((tuple(args), dict(kwargs)), what="argument")
+        with self._my_turn():
+            parcel = self._asked.transport.send(packed)
+            replies = self._exchange(
+                lambda actor: actor.forward.remote(parcel), self._asked.config.call_timeout_s
+            )
+        parts = self._values(replies)
+        self._warn(text for reply in replies for text in reply.warnings)
+        how = next((reply.join for reply in replies if reply.parcel is not None), None)
+        return parts[0] if how is None else join(parts, how)
+
+    def call_all(
+        self,
+        method: str | Callable[..., Any],
+        *args: Any,
+        timeout_s: float | None = None,
+        reply_rank: int | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run something on every rank.
+
+        Args:
+            method: Name of a method of the worker, or a picklable function that gets the worker
+                (`.module`, `.rank`, `.world_size`, `.device`) as its first argument.
+            *args: Further arguments.
+            timeout_s: Limit in seconds. None: that of a call.
+            reply_rank: Send back only this rank's reply.
+            **kwargs: Further arguments.
+
+        Returns:
+            The replies in rank order, or the one of `reply_rank`, as a list.
+
+        Raises:
+            ConfigError: There is no such method or rank.
+            GangError: As for `call`.
+        """
+        self._check_open()
+        if isinstance(method, str) and (method.startswith("_") or not hasattr(Worker, method)):
+            raise ConfigError(f"a rank has no method {method!r}; give a function of the worker")
+        if reply_rank is not None and not 0 <= reply_rank < self.world_size:
+            raise ConfigError(f"reply_rank={reply_rank}: there are {self.world_size} ranks")
+        limit_s = self._asked.config.call_timeout_s if timeout_s is None else timeout_s
+        packed = pack((method, args, kwargs), what="argument")
+        ranks = {m.actor: m.rank for m in self._existing.members}
+        with self._my_turn():
+            parcel = self._asked.transport.send(packed)
+            replies = self._exchange(
+                lambda actor: actor.run.remote(parcel, reply_rank in (None, ranks[actor])),
+                limit_s,
+            )
+        return self._values(replies)
+
+    def health(self, timeout_s: float = 5.0) -> tuple[Health, ...]:
+        """How each rank is, also during a call; a rank that does not answer is not `ok`.
+
+        Args:
+            timeout_s: Limit in seconds.
+
+        Raises:
+            GangFailedError: The gang has ended.
+            StubClosedError: The gang was closed.
+        """
+        self._check_open()
+        refs = {
+            member.actor.health.options(concurrency_group="health").remote(): member
+            for member in self._existing.members
+        }
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+        found = []
+        for ref, member in refs.items():
+            health = Health(rank=member.rank, state=f"silent for {timeout_s:g} s", ok=False)
+            if ref in ready:
+                outcome = collect({ref: member}, deadline=time.monotonic() + 1.0)
+                gone = outcome.deaths.get(member.rank, "does not answer")
+                health = outcome.replies.get(
+                    member.rank, Health(rank=member.rank, state=f"gone: {gone}", ok=False)
+                )
+            found.append(health)
+        return tuple(found)
+
+    # -- end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the ranks and free what they held. Bounded in time; twice is not worse.
+
+        A call that another thread waits for may finish within `close_timeout_s`; then the ranks
+        are killed, and it raises `StubClosedError`.
+        """
+        first = not self._seen.closing
+        self._seen = _Seen(failure=self._seen.failure, closing=True, closed=self._seen.closed)
+        if first and self._seen.failure is None:
+            self._close_gracefully()
+        self._finalizer.detach()
+        self._existing.cleanup.run()
+        self._seen = _Seen(failure=self._seen.failure, closing=True, closed=True)
+
+    def __enter__(self) -> Gang:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _close_gracefully(self) -> None:
+        interrupted = bool(self._flight) and not self._turn.locked()
+        if interrupted or not self._existing.session.is_live():
+            return
+        with suppress(Exception):  # what stands in the way is killed
+            refs = {m.actor.answer.remote("close"): m for m in self._existing.members}
+            limit_s = self._asked.config.close_timeout_s
+            collect(refs, deadline=time.monotonic() + limit_s)
+
+    # -- within --------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._seen.closing:
+            raise StubClosedError("the gang was closed; its ranks are gone")
+        if self._seen.failure is None and not self._existing.session.is_live():
+            self._end_as_failed(
+                RankDiedError("Ray was shut down in this process, and the ranks with it")
+            )
+        failure = self._seen.failure
+        if failure is not None:
+            first = str(failure).partition("\n")[0][:200]
+            raise GangFailedError(
+                f"the gang ended in an earlier failure ({type(failure).__name__}: {first})"
+            ) from failure
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        """One request at a time, so that every rank sees the same order."""
+        while not self._turn.acquire(timeout=_TURN_SLICE_S):
+            self._check_open()
+        try:
+            self._check_open()
+            self._finish_interrupted()
+            yield
+        finally:
+            self._turn.release()
+
+    def _exchange(self, submit: Callable[[Any], Any], limit_s: float) -> list[Reply]:
+        """Ask all ranks and settle what comes of it."""
+        with interrupt_deferred():  # asked by half, the ranks that were would wait for the others
+            self._flight = {submit(m.actor): m for m in self._existing.members}
+        outcome = collect(
+            self._flight, deadline=time.monotonic() + limit_s, look=self._check_not_closed
+        )
+        self._flight = {}
+        self._settle(outcome)
+        return [outcome.replies[member.rank] for member in self._existing.members]
+
+    def _finish_interrupted(self) -> None:
+        """Wait for what the ranks are still doing for a call that was interrupted."""
+        if not self._flight:
+            return
+        logger.info("waiting for the ranks to finish the call that was interrupted")
+        limit_s = self._asked.config.call_timeout_s
+        outcome = collect(
+            self._flight, deadline=time.monotonic() + limit_s, look=self._check_not_closed
+        )
+        self._flight = {}
+        try:
+            self._settle(outcome)
+        except RankError:
+            if self._seen.failure is not None:
+                raise
+
+    def _settle(self, outcome: Outcome) -> None:
+        error: GangError | None = judge(outcome, self._existing.members)
+        if error is None and outcome.silent:
+            error = self._late(outcome)
+        if error is None:
+            return
+        if self._seen.closing:
+            raise StubClosedError("the gang was closed during the call") from error
+        if not (isinstance(error, RankError) and self._is_in_step(outcome)):
+            self._end_as_failed(error)
+        raise error
+
+    def _is_in_step(self, outcome: Outcome) -> bool:
+        """Whether the ranks, all of which raised alike, can go on; tried with a collective."""
+        if not in_step(outcome, self.world_size):
+            return False
+        limit = time.monotonic() + _STEP_TEST_S
+        with interrupt_deferred():
+            refs = {
+                m.actor.answer.remote("self_test", _STEP_TEST_S): m for m in self._existing.members
+            }
+        tested = collect(refs, deadline=limit)
+        return judge(tested, self._existing.members) is None and not tested.silent
+
+    def _late(self, outcome: Outcome) -> CallTimeoutError:
+        late = ", ".join(str(m) for m in self._existing.members if m.rank in outcome.silent)
+        return CallTimeoutError(
+            f"no answer from {late} within {outcome.waited_s:.1f} s; the gang was ended. A longer "
+            f"limit is set with GangConfig(call_timeout_s=...)"
+        )
+
+    def _end_as_failed(self, error: GangError) -> None:
+        self._seen = _Seen(failure=error, closing=self._seen.closing, closed=self._seen.closed)
+        self._existing.ranks.run()
+
+    def _check_not_closed(self) -> None:
+        if self._seen.closed:
+            raise StubClosedError("the gang was closed during the call")
+
+    def _values(self, replies: list[Reply]) -> list[Any]:
+        receive = self._asked.transport.receive
+        return [unpack(receive(reply.parcel)) for reply in replies if reply.parcel is not None]
+
+    def _warn(self, texts: Any) -> None:
+        """Say each text once, at the line of the user's that led here."""
+        for text in texts:
+            if text not in self._said:
+                self._said.add(text)
+                warnings.warn(text, UserWarning, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """The stack level of the nearest caller outside raymod and torch, for `_warn`."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "").partition(".")[0]
+        if name not in ("raymod", "torch"):
+            break
+        frame, level = frame.f_back, level + 1
+    return level
