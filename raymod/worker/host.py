@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-import raymod
+from raymod import __version__
 
 __all__ = [
     "choose_device",
@@ -132,7 +132,7 @@ def rss_bytes() -> int:
 
 def versions() -> dict[str, str]:
     """Versions that must agree between driver and ranks; "none" for what is not installed."""
-    found = {"python": platform.python_version(), "raymod": raymod.__version__}
+    found = {"python": platform.python_version(), "raymod": __version__}
     for package in ("torch", "diffusers", "ray"):
         try:
             found[package] = metadata.version(package)
