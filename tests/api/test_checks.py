@@ -1,0 +1,105 @@
+"""What `wrap` and `unwrap` refuse, before anything starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raymod
+from raymod import api
+from raymod.errors import ConfigError, UnsupportedError
+from raymod.module import make_stub
+from tests.module.standin import Ranks, Report
+
+
+class Pipe(SimpleNamespace):
+    """As much of a pipeline as `wrap` looks at."""
+
+    @property
+    def components(self) -> dict[str, Any]:
+        return vars(self)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a gang was started")
+
+    monkeypatch.setattr(api.Gang, "start", started)
+
+
+def stub() -> raymod.RemoteModule:
+    module = nn.Linear(2, 2)
+    return make_stub(module, Ranks(module), report=Report(), device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("target", "component", "says"),
+    [
+        (3, None, "pipeline or an nn.Module, not a int"),
+        (nn.Linear(2, 2), "transformer", "names a part of a pipeline"),
+        (Pipe(vae=nn.Linear(2, 2)), None, "name the component: one of vae"),
+        (Pipe(transformer=nn.Linear(2, 2)), "unet", "no component 'unet'; it has transformer"),
+        (Pipe(transformer=None, unet=None), None, "has no modules"),
+        (Pipe(transformer=None), "transformer", "is None"),
+        (Pipe(scheduler=object()), "scheduler", "only an nn.Module can be wrapped"),
+    ],
+)
+def test_targets(target: Any, component: str | None, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        raymod.wrap(target, component, workers=1)
+
+
+def test_wrapping_twice() -> None:
+    with pytest.raises(ConfigError, match=r"wrapped already.*raymod\.unwrap"):
+        raymod.wrap(Pipe(transformer=stub()), workers=1)
+    with pytest.raises(ConfigError, match="wrapped already"):
+        raymod.wrap(stub(), workers=1)
+
+
+def test_compiled_and_scripted_modules() -> None:
+    compiled = torch.compile(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match="_orig_mod"):
+        raymod.wrap(compiled, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"parallel": raymod.ParallelConfig(), "workers": 2}, "workers say the same thing twice"),
+        ({"parallel": {"workers": 2}}, "must be a raymod.ParallelConfig, not a dict"),
+        ({"gang": {"start_timeout_s": 2}}, "must be a raymod.GangConfig"),
+        ({"prepare": 1}, "must be a raymod.PrepareConfig"),
+        ({"ulysses_degree": 2}, "ulysses_degree=2: Linear has no plan.*batch_degree"),
+        ({"workers": 1, "weights": "magic"}, "magic"),
+        ({"ring_degree": 2}, "ring_degree=2"),
+        ({"tp_degree": 4}, "tp_degree=4"),
+    ],
+)
+def test_options(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        raymod.wrap(nn.Linear(2, 2), **options)
+
+
+def test_unwrap_needs_something_wrapped() -> None:
+    with pytest.raises(ConfigError, match="no component"):
+        raymod.unwrap(Pipe(transformer=nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match=r"component 'unet'.*not wrapped"):
+        raymod.unwrap(Pipe(unet=nn.Linear(2, 2), transformer=stub()), "unet")
+    with pytest.raises(ConfigError, match="name one: transformer, transformer_2"):
+        raymod.unwrap(Pipe(transformer=stub(), transformer_2=stub()))
+    with pytest.raises(ConfigError, match=r"pipeline or an nn\.Module"):
+        raymod.unwrap("pipe")
+
+
+def test_unwrap_puts_the_very_object_back() -> None:
+    module = nn.Linear(2, 2)
+    ranks = Ranks(module)
+    pipe = Pipe(transformer=make_stub(module, ranks, report=Report(), device=torch.device("cpu")))
+    assert raymod.unwrap(pipe) is module
+    assert pipe.transformer is module
+    assert ranks.closes == 1
