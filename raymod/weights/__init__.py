@@ -23,11 +23,13 @@ node takes the bytes in pieces, and the others use that one's ticket:
 from raymod.weights.files import CannotOpenError
 from raymod.weights.loading import Receiver, can_open, load
 from raymod.weights.local import Freed, free
-from raymod.weights.offers import Offer, Piece, Ticket, offer
+from raymod.weights.offers import LoaderTicket, MemoryTicket, Offer, Piece, Ticket, offer
 
 __all__ = [
     "CannotOpenError",
     "Freed",
+    "LoaderTicket",
+    "MemoryTicket",
     "Offer",
     "Piece",
     "Receiver",

@@ -132,18 +132,13 @@ def _stored_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _bytes_in_order(tensor: torch.Tensor, limit: int) -> Iterator[Bytes]:
-    """The bytes of `tensor`, without a copy if it is dense on the CPU, else `limit` at a time."""
-    dense = tensor.is_contiguous()
-    if dense and tensor.device.type == "cpu":
-        data = bytes_of(tensor).numpy()
-        for at in range(0, len(data), limit):
-            yield data[at : at + limit]
-    elif tensor.nbytes <= limit:
-        yield bytes_of(tensor.contiguous().cpu()).numpy()
-    elif dense:
+    """The bytes of `tensor`, at most `limit` at a time; views if it is dense and on the CPU."""
+    if tensor.is_contiguous():
         flat, step = tensor.view(-1), max(1, limit // tensor.itemsize)
         for at in range(0, flat.numel(), step):
             yield bytes_of(flat[at : at + step].cpu()).numpy()
+    elif tensor.nbytes <= limit:
+        yield bytes_of(tensor.contiguous().cpu()).numpy()
     else:
         rows = limit // (tensor.nbytes // len(tensor))
         for part in torch.split(tensor, rows) if rows else tensor.unbind():
