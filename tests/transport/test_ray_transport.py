@@ -13,6 +13,7 @@ import torch
 from raymod.calls import pack
 from raymod.errors import CallTimeoutError
 from raymod.transport import Parcel, RayTransport, Transport
+from tests.conftest import RayForTests
 from tests.transport.conformance import TransportConformance
 
 
@@ -53,20 +54,8 @@ class RayLink:
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """Ray as it runs, else one of our own."""
-    if ray.is_initialized():
-        yield
-        return
-    ray.init(
-        num_cpus=2, include_dashboard=False, object_store_memory=512 << 20, log_to_driver=False
-    )
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def ray_link(ray_cluster: None) -> Iterator[RayLink]:
+def ray_link(ray_for_tests: RayForTests) -> Iterator[RayLink]:
+    ray_for_tests.ensure()
     link = RayLink()
     yield link
     link.close()
@@ -109,7 +98,7 @@ def test_a_dropped_parcel_is_gone_from_the_store(ray_link: RayLink) -> None:
     assert not exists()
 
 
-def test_waiting_for_bytes_has_a_limit(ray_cluster: None) -> None:
+def test_waiting_for_bytes_has_a_limit(ray_session: RayForTests) -> None:
     @ray.remote(num_cpus=0)
     def never() -> None:
         time.sleep(60)
