@@ -20,6 +20,7 @@ __all__ = [
     "Bundles",
     "Spot",
     "Wanted",
+    "cpu_share",
     "decide",
     "gpu_index",
     "in_rank_order",
@@ -123,7 +124,13 @@ def decide(config: GangConfig, count: int, *, deadline: float) -> Wanted:
         gpus = 1.0 if any(node.get("GPU", 0) for node in nodes) else 0.0
     cpus = config.cpus_per_rank
     if cpus is None:
-        cpus = _cpu_share(nodes, count, gpus=gpus, strategy=config.placement_strategy)
+        cpus = cpu_share(
+            nodes,
+            count,
+            free=ray.available_resources().get("CPU", 0.0),
+            gpus=gpus,
+            strategy=config.placement_strategy,
+        )
     return Wanted(count=count, cpus=cpus, gpus=gpus, strategy=config.placement_strategy)
 
 
@@ -246,11 +253,19 @@ def _nodes() -> list[Mapping[str, float]]:
     ]
 
 
-def _cpu_share(
-    nodes: Sequence[Mapping[str, float]], count: int, *, gpus: float, strategy: str
+def cpu_share(
+    nodes: Sequence[Mapping[str, float]], count: int, *, free: float, gpus: float, strategy: str
 ) -> float:
+    """CPUs of a rank where nobody said: one, or the fraction that fits the cluster.
+
+    Args:
+        nodes: The resources of each node.
+        count: Number of ranks.
+        free: CPUs of the cluster that nobody has.
+        gpus: GPUs of a rank.
+        strategy: Ray's placement strategy.
+    """
     total = sum(node.get("CPU", 0) for node in nodes)
-    free = ray.available_resources().get("CPU", 0.0)
     part = _CPU_PART * min(1.0, free / total) if total else 0.0
     # where the GPUs do not suffice, CPUs for as many as there are; the error then speaks of GPUs
     most = sum(int(node.get("GPU", 0) / gpus + 1e-9) for node in nodes) if gpus else count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -104,6 +105,7 @@ class Progress:
             logger.info("%s", text)
 
     def _write(self, text: str, *, end: str) -> None:
+        text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line cannot be redrawn
         padding = " " * max(0, self._width - len(text))
         self._width = len(text)
         self._stream.write(f"\r{text}{padding}{end}")
