@@ -21,6 +21,9 @@ from raymod.plans import sequence_plan
 
 __all__ = ["PrepareReport", "Share", "SplitModule", "prepare"]
 
+# How long a rank may be behind another here, with weights of any size still on their way.
+MAX_WAIT_S = 1800.0
+
 
 @dataclass(frozen=True)
 class PrepareReport:
@@ -158,7 +161,7 @@ def _set_threads(wanted: int | None, mesh: Mesh) -> int:
     """Give each rank of a host its share of the cores; Ray sets one thread a rank."""
     if wanted is None:
         host = socket.gethostname()
-        wanted = max(1, _cores() // mesh.said(host).count(host))
+        wanted = max(1, _cores() // mesh.said(host, limit_s=MAX_WAIT_S).count(host))
     torch.set_num_threads(wanted)
     return wanted
 

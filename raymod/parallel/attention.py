@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from raymod.errors import UnsupportedError
+from raymod.errors import SplitError, UnsupportedError
 from raymod.parallel.exchange import gather, swap
 from raymod.parallel.masks import Layout, layout, mask_numbers
 from raymod.parallel.mesh import part_sizes
@@ -91,11 +91,13 @@ def split_attention(
         UnsupportedError: Something whose split would not be certain to be exact.
     """
     _refuse_unknown(query, key, value, kwargs)
-    rows = context.numbers([query.shape[1], key.shape[1], *mask_numbers(attn_mask)])
-    query_tokens = [row[0] for row in rows]
-    key_tokens = [row[1] for row in rows]
+    shapes = [*query.shape, *key.shape, *value.shape]
+    rows = context.numbers([*shapes, *mask_numbers(attn_mask)])
+    _refuse_unequal(rows)
+    query_tokens = [row[1] for row in rows]
+    key_tokens = [row[5] for row in rows]
     mask_layout = layout(
-        [(row[2], row[3], row[4]) for row in rows],
+        [(row[12], row[13], row[14]) for row in rows],
         batch=query.shape[0],
         query_tokens=query_tokens,
         key_tokens=key_tokens,
@@ -232,6 +234,14 @@ def _refuse_unordered(
             "causal attention over several streams of tokens, or with a mask, is not split: "
             "the order of the tokens over the ranks is not certain. Use batch_degree"
         )
+
+
+def _refuse_unequal(rows: Sequence[tuple[int, ...]]) -> None:
+    """Only the tokens may differ between ranks, and keys go with their values."""
+    others = {(row[0], *row[2:5], *row[6:9], *row[10:12]) for row in rows}
+    if len(others) > 1 or any(row[5] != row[9] for row in rows):
+        shapes = [(row[0:4], row[4:8], row[8:12]) for row in rows]
+        raise SplitError(f"queries, keys and values do not match over the ranks: {shapes}")
 
 
 def _refuse_unknown(

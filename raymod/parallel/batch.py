@@ -20,7 +20,7 @@ __all__ = ["BatchCut", "batch_size", "batch_sizes", "candidates", "cut_call", "s
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-MAX_CANDIDATES = 16
+MAX_CANDIDATES = 32
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,10 @@ __all__ = ["Judge", "Trial", "Whole"]
 MIN_PATIENCE_S = 60.0
 PATIENCE_IN_RUNS = 10
 
+# When the search for what carries the batch ends: most wrong guesses fail at once.
 MAX_BATCH_SIZES = 2
+MAX_SEARCH_IN_RUNS = 4
+MIN_SEARCH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,12 @@ class Whole:
     Attributes:
         output: The output, of all samples and tokens.
         limit: The largest difference that counts as equal.
-        patience_s: How long ranks wait for each other after a trial, in seconds.
+        seconds: How long it took the slowest rank.
     """
 
     output: Any
     limit: float
-    patience_s: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,14 @@ class Trial:
     Attributes:
         way: The way that was tried, with what was found out.
         failure: Why it cannot be taken, in words; empty where it can.
+        seconds: How long it took the slowest rank.
         output: This rank's output.
         error: What this rank raised.
     """
 
     way: Way
     failure: str = ""
+    seconds: float = 0.0
     output: Any = None
     error: Exception | None = None
 
@@ -68,12 +73,9 @@ class Judge:
         """Run the module as it is."""
         start = time.monotonic()
         output = self._runner.run(_fresh(call), WHOLE, seed=seed)
-        seconds = time.monotonic() - start
-        return Whole(
-            output=output,
-            limit=limit_for(self._runner.module, output),
-            patience_s=max(MIN_PATIENCE_S, PATIENCE_IN_RUNS * seconds),
-        )
+        mine = time.monotonic() - start
+        (seconds,) = self._mesh.worst([mine], limit_s=_patience_s(mine))
+        return Whole(output, limit_for(self._runner.module, output), seconds)
 
     def attempt(self, call: Call, way: Way, whole: Whole, *, seed: int) -> Trial:
         """Run the call in a way and compare; all ranks must do so together.
@@ -92,12 +94,16 @@ class Judge:
 
     def _find_cut(self, call: Call, way: Way, whole: Whole, seed: int) -> Trial:
         first: Trial | None = None
+        left = max(MIN_SEARCH_S, MAX_SEARCH_IN_RUNS * whole.seconds)
         sizes = [size for size in batch_sizes(call) if size > 1][:MAX_BATCH_SIZES]
         for cut in (cut for size in sizes for cut in candidates(call, size)):
             trial = self._compare(call, replace(way, cut=cut), whole, seed)
             if not trial.failure:
                 return trial
             first = first or trial
+            left -= trial.seconds
+            if left <= 0:
+                break
         return first or Trial(way, failure="nothing in the call looks like a batch")
 
     def _compare(self, call: Call, way: Way, whole: Whole, seed: int) -> Trial:
@@ -106,6 +112,7 @@ class Judge:
         error: Exception | None = None
         join: Join | None = None
         value, where = 0.0, ""
+        start = time.monotonic()
         if part is None or part.own:
             try:
                 output = self._runner.run(_fresh(call), way, seed=seed)
@@ -117,28 +124,39 @@ class Judge:
                         due = take(due, join, **span)
                 found = difference(due, output)
                 value, where = found.value, found.where
+                if math.isfinite(value):
+                    where += f", where {whole.limit:.0e} is allowed"
             except Exception as raised:  # a wrong cut can make any of it fail
                 error = raised
                 value, where = math.inf, f"it raised {type(raised).__name__}: {raised}"
-        worst = self._agree(value, error, whole)
+        worst, seconds = self._agree(value, time.monotonic() - start, error, whole)
         if worst > whole.limit:
-            said = self._mesh.said(where if value > whole.limit else "")
+            said = self._said(where if value > whole.limit else "", whole)
             text = next(text for text in said if text)
-            return Trial(way, f"{text} (limit {whole.limit:.0e})", error=error)
-        return Trial(replace(way, join=self._mesh.first(join)), output=output)
+            return Trial(way, text, seconds, error=error)
+        return Trial(replace(way, join=self._said(join, whole)[0]), "", seconds, output)
 
-    def _agree(self, value: float, error: Exception | None, whole: Whole) -> float:
-        """The largest difference on any rank."""
+    def _said(self, mine: Any, whole: Whole) -> list[Any]:
+        return self._mesh.said(mine, limit_s=_patience_s(whole.seconds))
+
+    def _agree(
+        self, value: float, seconds: float, error: Exception | None, whole: Whole
+    ) -> tuple[float, float]:
+        """The largest difference and the longest time on any rank."""
         too_few = error if isinstance(error, TooFewTokensError) else None
         try:
-            worst, any_too_few = self._mesh.worst(
-                [value, float(too_few is not None)], limit_s=whole.patience_s
+            worst, slowest, any_too_few = self._mesh.worst(
+                [value, seconds, float(too_few is not None)], limit_s=_patience_s(whole.seconds)
             )
         except TimeoutError as late:
             raise (error or late) from late  # whoever raised alone says why
         if any_too_few:
             raise too_few or TooFewTokensError("another rank has fewer tokens than ranks")
-        return worst
+        return worst, slowest
+
+
+def _patience_s(seconds: float) -> float:
+    return max(MIN_PATIENCE_S, PATIENCE_IN_RUNS * seconds)
 
 
 def _fresh(call: Call) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from datetime import timedelta
 from typing import Any
 
@@ -91,28 +92,44 @@ class Mesh:
         if self._control is None:
             return values
         mine = torch.tensor(values, dtype=torch.float64)
-        work: Any = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
+        self._done(
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._control, async_op=True),
+            limit_s,
+        )
+        result: list[float] = mine.tolist()
+        return result
+
+    def said(self, mine: Any, *, limit_s: float) -> list[Any]:
+        """What each rank says, in rank order; picklable.
+
+        Args:
+            mine: What this rank says.
+            limit_s: How long to wait for the other ranks, in seconds.
+
+        Raises:
+            TimeoutError: They did not come.
+        """
+        if self._control is None:
+            return [mine]
+        data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        self._all_gather(sizes, torch.tensor([len(data)]), limit_s)
+        largest = int(sizes.max())
+        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        every = torch.empty(self.world_size * largest, dtype=torch.uint8)
+        self._all_gather(every, padded, limit_s)
+        rows = zip(every.view(self.world_size, largest), sizes.tolist(), strict=True)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in rows]
+
+    def _all_gather(self, every: torch.Tensor, mine: torch.Tensor, limit_s: float) -> None:
+        work = dist.all_gather_single(every, mine, group=self._control, async_op=True)
+        self._done(work, limit_s)
+
+    def _done(self, work: Any, limit_s: float) -> None:
         try:
             work.wait(timedelta(seconds=limit_s))
         except RuntimeError as error:
             raise TimeoutError(
-                f"rank {self.rank} waited {limit_s:.0f} s for the other ranks' verdict on a split"
+                f"rank {self.rank} waited {limit_s:.0f} s for the other ranks to judge a split"
             ) from error
-        result: list[float] = mine.tolist()
-        return result
-
-    def said(self, mine: str) -> list[str]:
-        """What each rank says, in rank order."""
-        if self._control is None:
-            return [mine]
-        said: list[Any] = [None] * self.world_size
-        dist.all_gather_object(said, mine, group=self._control)
-        return said
-
-    def first(self, mine: Any) -> Any:
-        """What rank 0 has; picklable."""
-        if self._control is None:
-            return mine
-        box = [mine]
-        dist.broadcast_object_list(box, src=0, group=self._control)
-        return box[0]

@@ -16,7 +16,8 @@ from raymod.plans import Cut
 
 __all__ = ["SequenceContext", "TooFewTokensError"]
 
-_SCHEDULES = 64
+MAX_SCHEDULES = 64
+MAX_DIMS = 8
 
 
 class TooFewTokensError(SplitError):
@@ -67,7 +68,7 @@ class SequenceContext:
         finally:
             self.active = False
         self._schedules[key] = self._schedule
-        while len(self._schedules) > _SCHEDULES:
+        while len(self._schedules) > MAX_SCHEDULES:
             self._schedules.popitem(last=False)
 
     def numbers(self, mine: Sequence[int]) -> list[tuple[int, ...]]:
@@ -115,8 +116,21 @@ class SequenceContext:
 
     def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """The tokens of all ranks."""
-        sizes = [size for (size,) in self.numbers([tensor.shape[dim]])]
-        return gather(tensor, dim, sizes, self.group)
+        shapes = self.shapes(tensor)
+        if not -tensor.ndim <= dim < tensor.ndim:
+            raise SplitError(f"the plan gathers along dim {dim} of {list(tensor.shape)}")
+        dim %= tensor.ndim
+        others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+        if len(others) > 1:
+            raise SplitError(
+                f"the plan gathers along dim {dim}, but the ranks' tensors {shapes} differ in more"
+            )
+        return gather(tensor, dim, [shape[dim] for shape in shapes], self.group)
+
+    def shapes(self, tensor: torch.Tensor) -> list[tuple[int, ...]]:
+        """The shape of a tensor on each rank."""
+        padded = [tensor.ndim, *tensor.shape, *[-1] * (MAX_DIMS - tensor.ndim)]
+        return [row[1 : 1 + row[0]] for row in self.numbers(padded)]
 
 
 def _name(cut: Cut) -> str:

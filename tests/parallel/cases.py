@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_flatten
 from raymod.calls.joining import Join, join
 from raymod.calls.trees import tensors
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
-from raymod.prepare import PrepareReport, SplitModule, prepare
+from raymod.parallel import judge
+from raymod.prepare import PrepareReport, Share, SplitModule, prepare
 from tests import models
 from tests.parallel.flops import count
+from tests.parallel.plain import Denoiser
 
 Call = dict[str, Any]
 Degree = dict[str, int]
@@ -128,6 +130,61 @@ def flops(
         whole = count(lambda: module(**inputs))
     ready = split(module, degrees, verify=False)
     return whole, count(lambda: ready((), inputs))
+
+
+def positional(degrees: Degree) -> tuple[Share, torch.Tensor]:
+    """A call without keywords: what this rank has, and the whole output."""
+    torch.manual_seed(1)
+    x, time = torch.randn(3, 7, 8), torch.rand(3)
+    module = Denoiser()
+    whole = module(x, time).detach()
+    share = split(module, degrees)((x, time), {})
+    part = slice(0, 2) if torch.distributed.get_rank() == 0 else slice(2, 3)
+    torch.testing.assert_close(share.output, whole[part])
+    return share, whole
+
+
+def arguments_after(module: nn.Module, call: Call, degrees: Degree) -> tuple[Any, list[str]]:
+    """What a checked call leaves of its arguments."""
+    split(module, degrees)((), call)
+    return call["x"], list(call["extra"])
+
+
+def impatient(change: Callable[[nn.Module], None]) -> list[str]:
+    """What a rank raises in a call to a tiny Flux whose split run fails on one rank only."""
+    judge.MIN_PATIENCE_S = 2.0
+    judge.PATIENCE_IN_RUNS = 0
+    module, make_inputs = models.flux()
+    ready = split(module, {"ulysses_degree": 2})
+    change(module)
+    return [attempt(lambda: ready((), make_inputs(1)))[1]]
+
+
+def runs_after_forget() -> list[int]:
+    """Forwards in each of four calls, with everything forgotten after two."""
+    module = Denoiser()
+    ready = split(module, {"batch_degree": 2})
+    runs: list[int] = []
+    module.register_forward_pre_hook(lambda *_: runs.append(1))
+    counts = []
+    for number in range(4):
+        if number == 2:
+            ready.forget()
+        runs.clear()
+        ready((), {"x": torch.ones(4, 3, 8), "time": torch.ones(4)})
+        counts.append(len(runs))
+    return counts
+
+
+def neighbour(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of a module that is not split, before and after another one was."""
+    module, make_inputs = models.FAMILIES[name](seed=3)
+    inputs = make_inputs(2)
+    with torch.no_grad():
+        before = module(**inputs)[0]
+        other, make_others = models.FAMILIES[name]()
+        split(other, {"ulysses_degree": 2})((), make_others(1))
+        return before, module(**inputs)[0]
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, str]:

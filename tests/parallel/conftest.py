@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 
 import pytest
 
@@ -22,3 +23,4 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield of
     for one in started.values():
         one.close()
+    forkserver._forkserver._stop()

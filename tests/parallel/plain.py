@@ -1,0 +1,126 @@
+"""Small modules that are not diffusers', each with its own way to take a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensor = torch.Tensor
+
+
+class Denoiser(nn.Module):
+    """Attention over tokens with torch alone; `time` is one number a sample, or one for all."""
+
+    def __init__(self, dim: int = 8, plan: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        if plan is not None:
+            self._cp_plan = plan
+
+    def forward(self, x: Tensor, time: Tensor, scale: float = 1.0) -> Tensor:
+        query, key, value = self.qkv(x * (1 + time.reshape(-1, 1, 1))).chunk(3, dim=-1)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        return x + scale * self.out(mixed)
+
+
+@dataclass
+class Samples:
+    samples: list[Tensor]
+    mean: Tensor
+    note: str = "done"
+
+
+class Lists(nn.Module):
+    """One tensor a sample, of different sizes, in lists; gives a dataclass with such a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.mix = nn.Linear(6, 6)
+
+    def forward(
+        self, x: list[Tensor], time: Tensor, sizes: list[tuple[int, int]], words: list[str]
+    ) -> Samples:
+        if not len(x) == len(time) == len(sizes) == len(words):
+            raise ValueError(f"{len(x)} samples, {len(time)} times, {len(words)} words")
+        made = [
+            self.mix(one) * t + height / width + len(word)
+            for one, t, (height, width), word in zip(x, time, sizes, words, strict=True)
+        ]
+        return Samples(made, torch.stack([one.mean() for one in made]))
+
+
+class Residuals(nn.Module):
+    """Adds one residual a layer: a list that can be as long as the batch."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(layers))
+
+    def forward(
+        self, x: Tensor, residuals: list[Tensor], scales: list[float], shape: tuple[int, ...]
+    ) -> dict[str, Any]:
+        first = x
+        for layer, residual, scale in zip(self.layers, residuals, scales, strict=True):
+            x = layer(x) + scale * residual
+        return {"x": x, "both": (first, x.flatten(0, 1)), "shape": shape, "none": None}
+
+
+class Positions(nn.Module):
+    """Positions of tokens have no batch, also where there are as many as samples."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor]:
+        return (x * positions[None, :, None] + x.cumsum(1),)
+
+
+class Noisy(nn.Module):
+    """Draws random numbers, as dropout does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x)
+
+
+class Uneven(nn.Module):
+    """Fails for a sample whose first number is large, and so on some ranks only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 4 and float(x.flatten(1)[:, 0].max()) > 5:
+            raise ArithmeticError("too large")
+        return 2 * x
+
+
+class Mixing(nn.Module):
+    """Mixes samples: cannot be divided by batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=0)
+
+
+class Popping(nn.Module):
+    """Takes an entry out of a dict of the caller's, and changes its input in place."""
+
+    def forward(self, x: Tensor, extra: dict[str, Tensor]) -> Tensor:
+        x += 1
+        return x * extra.pop("scale")
+
+
+class NaN(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.nan)
+
+
+class Step(nn.Module):
+    """Is told the step as a number."""
+
+    def forward(self, x: Tensor, step: float) -> Tensor:
+        return x * step

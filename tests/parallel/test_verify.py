@@ -1,0 +1,143 @@
+"""A split that does not reproduce the model is noticed, on all ranks, before it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import models
+from tests.parallel import cases, plain, plants
+from tests.parallel.cases import Seen, largest_difference, whole_output
+from tests.parallel.plants import AFTER, BEFORE, Change
+from tests.parallel.ranks import RankFailedError, Ranks
+from tests.parallel.test_batch import assert_exact, of_family, of_module
+from tests.parallel.test_sequence import World
+
+SEQUENCE = {"ulysses_degree": 2}
+BATCH = {"batch_degree": 2}
+
+PLANTED = [(name, plant, "change") for name in BEFORE for plant in BEFORE[name]]
+PLANTED += [(name, plant, "late_change") for name in AFTER for plant in AFTER[name]]
+
+
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+def assert_refused(seen: tuple[Seen, ...], start: str = "SplitError: ") -> None:
+    for one in seen:
+        assert one.error.startswith(start)
+        assert "does not reproduce its own output" in one.error
+        assert "verify" not in one.error
+
+
+@pytest.mark.parametrize(("name", "plant", "when"), PLANTED, ids=name_of)
+def test_a_planted_fault_is_noticed(ranks: World, name: str, plant: Change, when: str) -> None:
+    asked: tuple[Seen, ...]
+    (asked,) = of_family(ranks(2), name, {}, [{"batch": 1}], SEQUENCE, **{when: plant})
+    assert_refused(asked)
+    assert all("Use batch_degree=2, or workers=2" in one.error for one in asked)
+
+    calls = [{"batch": 1}, {"batch": 1}, {"batch": 2}]
+    options = {"asked": {"workers": 2}, when: plant}
+    first, second, third = of_family(ranks(2), name, {}, calls, SEQUENCE, **options)
+    assert_exact(first, [True, False])
+    assert_exact(second, [True, False])
+    assert_exact(third, [True, True])  # by batch then
+    assert "is not split by sequence" in first[0].warnings[0]
+    assert "runs whole on every rank" in first[0].warnings[0]
+    assert second[0].warnings == ()
+
+
+def test_a_fault_that_only_a_mask_shows(ranks: World) -> None:
+    calls = [{"batch": 1, "mask": mask} for mask in ("ones", "padded", "ones")]
+    options = {"late_change": plants.mask_forgotten}
+    first, second, third = of_family(ranks(2), "qwenimage", {}, calls, SEQUENCE, **options)
+    assert_exact(first, [True, False])
+    assert_refused(second)
+    assert_exact(third, [True, False])
+
+
+def test_the_difference_is_said(ranks: World) -> None:
+    options = {"change": plants.text_left_whole}
+    (seen,) = of_family(ranks(2), "flux", {}, [{"batch": 1}], SEQUENCE, **options)
+    assert "output[0] differs by 0." in seen[0].error
+    assert "where 1e-04 is allowed" in seen[0].error
+    assert seen[0].error == seen[1].error
+
+
+def test_without_a_check_a_fault_passes(ranks: World) -> None:
+    """So that it is the check that notices the others."""
+    options = {"change": plants.text_left_whole, "verify": False}
+    (seen,) = of_family(ranks(2), "flux", {}, [{"batch": 1}], SEQUENCE, **options)
+    assert seen[0].error == ""
+    assert largest_difference(seen[0].whole, whole_output(seen)) > 1e-3
+
+
+def test_random_numbers_are_the_same_on_all_ranks(ranks: World) -> None:
+    call = {"x": torch.ones(4, 50)}
+    noisy = plain.Noisy().train()
+    (asked,) = of_module(ranks(2), noisy, [call], BATCH)
+    assert_refused(asked)  # a part draws other numbers than the whole
+    for seen in of_module(ranks(2), noisy, [call, call], BATCH, asked={"workers": 2}):
+        assert_exact(seen, [True, False])
+
+
+def test_what_is_no_number_is_never_equal(ranks: World) -> None:
+    (seen,) = of_module(ranks(2), plain.NaN(), [{"x": torch.ones(4, 5)}], BATCH)
+    assert_refused(seen)
+    assert "is not finite in the whole model either" in seen[0].error
+
+
+def test_one_rank_fails_and_all_know(ranks: World) -> None:
+    x = torch.ones(4, 3)
+    x[3] = 9
+    (asked,) = of_module(ranks(2), plain.Uneven(), [{"x": x}], BATCH)
+    assert_refused(asked)
+    assert all("ArithmeticError: too large" in one.error for one in asked)
+    (chosen,) = of_module(ranks(2), plain.Uneven(), [{"x": x}], BATCH, asked={"workers": 2})
+    assert_exact(chosen, [True, False])
+
+
+def test_one_rank_fails_in_the_middle_of_an_exchange() -> None:
+    """Its own error comes out of it, and the other does not wait for good."""
+    pair = Ranks(2, timeout_s=8)
+    try:
+        (seen,) = list(zip(*pair(cases.impatient, plants.fails_on_rank_one), strict=True))
+    except RankFailedError as error:
+        pytest.fail(str(error))
+    finally:
+        pair.close()
+    assert seen[1].startswith("ArithmeticError: only here")
+    assert seen[0]
+
+
+def test_the_model_s_own_error_is_its_own(ranks: World) -> None:
+    calls = [{"x": torch.ones(2, 3, 9), "time": torch.ones(2)}]
+    (seen,) = of_module(ranks(2), plain.Denoiser(), calls, BATCH)
+    assert all(one.error.startswith("RuntimeError: mat1 and mat2 shapes") for one in seen)
+
+
+@pytest.mark.parametrize("values", [range(1000, 1024), [float(n) for n in range(24)]])
+def test_a_number_that_changes_every_step(ranks: World, values: Any) -> None:
+    """Plain integers may be sizes, and are checked anew; but not for ever."""
+    calls = [{"x": torch.ones(2, 3), "step": value} for value in values]
+    results = of_module(ranks(2), plain.Step(), calls, BATCH)
+    for seen in results:
+        assert_exact(seen, [True, True])
+    checked = [seen[0].runs == 2 for seen in results]
+    assert checked == [True] * sum(checked) + [False] * (24 - sum(checked))
+    assert sum(checked) == (8 if isinstance(values, range) else 1)
+
+
+def test_forget_checks_again(ranks: World) -> None:
+    for runs in ranks(2)(cases.runs_after_forget):
+        assert runs == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("name", models.FAMILIES)
+def test_another_model_in_the_process_is_left_alone(ranks: World, name: str) -> None:
+    for before, after in ranks(2)(cases.neighbour, name):
+        assert torch.equal(before, after)
