@@ -65,7 +65,7 @@ def guess_join(part: Any, *, own: int) -> Join:
     """
     if isinstance(part, torch.Tensor):
         return Join("cat") if part.ndim and part.shape[0] == own else Join("same")
-    if isinstance(part, list) and len(part) == own and all(_is_sample(x, own) for x in part):
+    if isinstance(part, list) and len(part) == own and _are_samples(part, own):
         return Join("chain")
     inside = items(part)
     if inside is None:
@@ -131,5 +131,9 @@ def _find_each(
     return Join("each", items=tuple(found))
 
 
-def _is_sample(value: Any, own: int) -> bool:
-    return isinstance(value, torch.Tensor) and not (value.ndim and value.shape[0] == own)
+def _are_samples(entries: list[Any], own: int) -> bool:
+    """Whether the tensors of a list are one a sample, rather than a batch each."""
+    if not all(isinstance(entry, torch.Tensor) for entry in entries):
+        return False
+    shapes = {tuple(entry.shape) for entry in entries}
+    return len(shapes) > 1 or shapes.pop()[:1] != (own,)

@@ -39,14 +39,20 @@ class Seen:
 
 
 def split(
-    module: nn.Module, degrees: Degree, asked: Degree | None = None, **options: Any
+    module: nn.Module,
+    degrees: Degree,
+    asked: Degree | None = None,
+    *,
+    threads: int | None = 1,
+    extra: Any = None,
+    **options: Any,
 ) -> SplitModule:
     """`module` prepared; `asked` is what the user gave (default: the degrees)."""
     return prepare(
         module,
         degrees=Degrees(**degrees),
         parallel=ParallelConfig(**(degrees if asked is None else asked), **options),
-        prepare=PrepareConfig(threads=1),
+        prepare=PrepareConfig(threads=threads, extra=extra),
         device=torch.device("cpu"),
     )
 
@@ -130,6 +136,25 @@ def flops(
         whole = count(lambda: module(**inputs))
     ready = split(module, degrees, verify=False)
     return whole, count(lambda: ready((), inputs))
+
+
+def prepared(*args: Any, **options: Any) -> tuple[PrepareReport | None, str]:
+    """The report of a module that was prepared, and what was raised."""
+    ready, error = attempt(lambda: split(*args, **options))
+    return (ready.report if ready else None), error
+
+
+def report_of(name: str, degrees: Degree) -> PrepareReport:
+    return split(models.FAMILIES[name]()[0], degrees).report
+
+
+def threads() -> int:
+    """Threads of this rank where none were asked for; one again afterwards."""
+    report = split(Denoiser(), {"batch_degree": 2}, threads=None).report
+    used = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert report.threads == used
+    return used
 
 
 def positional(degrees: Degree) -> tuple[Share, torch.Tensor]:
