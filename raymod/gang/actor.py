@@ -44,19 +44,21 @@ class RankActor:
             "host": host,
         }
 
-    def build(self, seat: dict[str, Any]) -> dict[str, Any]:
+    def build(self, seat: bytes) -> dict[str, Any]:
         """Make the worker; importing what it needs takes most of a rank's start.
 
         Args:
-            seat: What `Worker` is made with.
+            seat: What `Worker` is made with, pickled.
 
         Returns:
             The worker's `RankInfo` as "info", or what stood in the way.
         """
         try:
+            import pickle
+
             from raymod.worker import Worker
 
-            self.worker = Worker(**seat)
+            self.worker = Worker(**pickle.loads(seat))
             return {"info": self.worker.hello()}
         except Exception as error:
             import traceback

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import ray
 import torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -147,10 +148,7 @@ class _Start:
         self.progress.enter("starting")
         members = self._create(bundles)
         infos, ticket = self._build(members, load)
-        if len(members) > 1:
-            self.progress.enter("joining")
-            self._join(members)
-        self._test(members)
+        self._meet(members)
         self.progress.enter("loading")
         deliver(load, ticket, members, self._ask)
         self.progress.enter("splitting")
@@ -238,7 +236,8 @@ class _Start:
                 "gpu_ids": member.spot.gpu_ids,
                 "transport": self.asked.transport,
             }
-            refs[member] = member.actor.build.remote(seat)
+            # in bytes: the rank opens it when it can say what goes wrong
+            refs[member] = member.actor.build.remote(cloudpickle.dumps(seat))
         # most of this time the ranks import; meanwhile the weights are laid out for them
         ticket = load.ticket
         infos = []
@@ -248,6 +247,19 @@ class _Start:
             infos.append(answer["info"])
         _compare(infos, versions())
         return tuple(infos), ticket
+
+    def _meet(self, members: Sequence[Member]) -> None:
+        """Join the ranks and try a collective."""
+        if len(members) == 1:
+            return
+        self.progress.enter("joining")
+        try:
+            self._join(members)
+            if self.config.self_test:
+                self._test(members)
+        except GangStartError as error:
+            gpus = any(member.spot.gpu_ids for member in members)
+            raise type(error)(f"{error}\n\n{_advice(gpus)}") from error.__cause__
 
     def _join(self, members: Sequence[Member]) -> None:
         one_node = len({member.spot.node_id for member in members}) == 1
@@ -268,15 +280,9 @@ class _Start:
         self._wait(members, refs, "join")
 
     def _test(self, members: Sequence[Member]) -> None:
-        if not self.config.self_test:
-            return
         limit_s = min(_SELF_TEST_S, self._left())
         whole, self.deadline = self.deadline, time.monotonic() + limit_s
-        try:
-            self._ask(members, "self_test", limit_s)
-        except GangStartError as error:
-            gpus = any(member.spot.gpu_ids for member in members)
-            raise type(error)(f"{error}\n\n{_advice(gpus)}") from error.__cause__
+        self._ask(members, "self_test", limit_s)
         self.deadline = whole
 
     # -- asking --------------------------------------------------------------------------------
@@ -388,14 +394,14 @@ def _release(name: str, version: str) -> str:
 def _advice(gpus: bool) -> str:
     if gpus:
         return (
-            "The ranks started, and their first collective failed. Where GPUs cannot reach one "
+            "The ranks started, and could not reach one another. Where GPUs cannot reach one "
             "another directly, set NCCL_P2P_DISABLE=1; where containers have little shared memory, "
             "NCCL_SHM_DISABLE=1; with several network interfaces, NCCL_SOCKET_IFNAME; NCCL_DEBUG="
             "INFO says more. GangConfig(env_vars={...}) sets them, and GangConfig(self_test=False) "
             "skips this test."
         )
     return (
-        "The ranks started, and their first collective failed. With several network interfaces, "
+        "The ranks started, and could not reach one another. With several network interfaces, "
         "GangConfig(env_vars={'GLOO_SOCKET_IFNAME': ...}) names the one to use; GangConfig("
         "self_test=False) skips this test."
     )

@@ -355,8 +355,9 @@ class Worker:
         failure = RankFailure.of(error, rank=self.rank, node=self._node)
         if call is not None:
             with suppress(Exception):  # an argument whose repr raises
-                message = f"{failure.message} (inputs: {describe(call)})"
-                failure = replace(failure, message=message)
+                inputs = describe(call)
+                if inputs:
+                    failure = replace(failure, message=f"{failure.message} (inputs: {inputs})")
         return Reply(
             rank=self.rank,
             failure=failure,

@@ -37,6 +37,13 @@ class Probe(nn.Module):
         return (lambda: 0, open(os.devnull)) if mode == "unpicklable" else total * self.weight
 
 
+class Plain(nn.Module):
+    """Adds one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
 def misbehave(mode: str, seconds: float) -> None:
     if mode == "raise":
         raise LookupError("the probe was asked to raise")
