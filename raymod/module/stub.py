@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from raymod.errors import ConfigError, RaymodError, StubClosedError, UnsupportedError, WeightsError
+from raymod.module import on_ranks
 from raymod.module.surface import REFUSED, refusal
 
 __all__ = ["RanksProtocol", "RemoteModule", "make_stub", "restore_local"]
@@ -201,13 +202,13 @@ class RemoteModule(nn.Module):
 
     def _cast(self, dtype: torch.dtype) -> None:
         state = self._open(f"change to {dtype}")
-        state.gang.call_all(_cast_on_rank, dtype)
+        state.gang.call_all(on_ranks.cast, dtype)
         state.original.to(dtype)
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set training or evaluation mode, here and on every rank."""
         if mode != self.training:
-            self._open("change its mode").gang.call_all(_train_on_rank, mode)
+            self._open("change its mode").gang.call_all(on_ranks.set_mode, mode)
             self._raymod.original.train(mode)
             self.__dict__["training"] = mode
         return self
@@ -226,7 +227,7 @@ class RemoteModule(nn.Module):
         if state.freed is None:
             return found
         prefix = kwargs.get("prefix", "")
-        values = fetch_weights(self._open("fetch its weights").gang)
+        values = on_ranks.fetch_weights(self._open("fetch its weights").gang)
         for name in found:
             if name.removeprefix(prefix) in values:
                 found[name] = values[name.removeprefix(prefix)]
@@ -243,7 +244,7 @@ class RemoteModule(nn.Module):
         # private names and `forward` are where hooks (accelerate, diffusers) keep their own state
         is_local = name.startswith("_") or name == "forward"
         if not is_local and not isinstance(getattr(type(self), name, None), property):
-            self._open(f"set its {name}").gang.call_all(_set_on_rank, name, value)
+            self._open(f"set its {name}").gang.call_all(on_ranks.set_attribute, name, value)
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -279,11 +280,26 @@ def make_stub(
     cls = _stub_class(kind)
     stub = cls.__new__(cls)
     # the dicts of parameters, buffers and submodules are shared, so both see the same weights
-    stub.__dict__.update(original.__dict__)
+    stub.__dict__.update(_shared(original))
     stub.__dict__["_raymod"] = _State(
         original=original, gang=gang, report=report, device=device, freed=freed
     )
     return stub
+
+
+_HOOKS = ("_compiled_call_impl", "_diffusers_hook", "_hf_hook", "_old_forward", "hf_device_map")
+
+
+def _shared(original: nn.Module) -> dict[str, Any]:
+    """What a stub takes over: all but what would lead a call past it, to the local module.
+
+    Offload and compile set `forward` and others on the instance, where they win over the class.
+    """
+    return {
+        name: value
+        for name, value in vars(original).items()
+        if name not in _HOOKS and not callable(getattr(RemoteModule, name, None))
+    }
 
 
 def restore_local(stub: RemoteModule) -> nn.Module:
@@ -298,69 +314,12 @@ def restore_local(stub: RemoteModule) -> nn.Module:
     if state.closed:
         raise WeightsError(f"{lost}. Next time raymod.unwrap before closing.")
     try:
-        values = fetch_weights(state.gang)
+        values = on_ranks.fetch_weights(state.gang)
     except RaymodError as error:
         raise WeightsError(f"{lost}.") from error
     state.freed.restore(values)
     state.freed = None
     return state.original
-
-
-FETCH_BYTES = 256 * 2**20
-
-
-def fetch_weights(gang: RanksProtocol) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of rank 0 by name, in pieces of about `FETCH_BYTES`."""
-    (sizes,) = gang.call_all(_sizes_on_rank, reply_rank=0)
-    values: dict[str, torch.Tensor] = {}
-    for names in _batches(sizes):
-        (part,) = gang.call_all(_values_on_rank, names, reply_rank=0)
-        values.update(part)
-    return values
-
-
-def _batches(sizes: Mapping[str, int]) -> Iterable[list[str]]:
-    names: list[str] = []
-    total = 0
-    for name, size in sizes.items():
-        if names and total + size > FETCH_BYTES:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += size
-    if names:
-        yield names
-
-
-# functions that run on a rank; `worker.module` is the rank's module
-
-
-def _cast_on_rank(worker: Any, dtype: torch.dtype) -> None:
-    worker.module.to(dtype)
-
-
-def _train_on_rank(worker: Any, mode: bool) -> None:
-    worker.module.train(mode)
-
-
-def _set_on_rank(worker: Any, name: str, value: Any) -> None:
-    setattr(worker.module, name, value)
-
-
-def _sizes_on_rank(worker: Any) -> dict[str, int]:
-    return {name: tensor.nbytes for name, tensor in _tensors(worker.module)}
-
-
-def _values_on_rank(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
-    wanted = set(names)
-    return {
-        name: tensor.detach().cpu() for name, tensor in _tensors(worker.module) if name in wanted
-    }
-
-
-def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _is_tensor(leaf: object) -> bool:

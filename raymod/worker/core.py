@@ -302,6 +302,11 @@ class Worker:
                 return self._failed(error, began, call, done=done)
             return Reply(rank=self.rank, parcel=sent, seconds=time.monotonic() - began)
 
+    def forget_checks(self) -> None:
+        """Check the next call of each kind against the whole module again: it was changed."""
+        if self._split is not None:
+            self._split.forget()
+
     def health(self) -> Health:
         """How this rank is; safe to ask from another thread during a call."""
         work = self._work

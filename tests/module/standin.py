@@ -22,6 +22,7 @@ class Ranks:
         self.module = copy.deepcopy(module)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.closes = 0
+        self.forgotten = 0
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls.append((args, kwargs))
@@ -30,6 +31,9 @@ class Ranks:
 
     def call_all(self, method: Any, *args: Any, reply_rank: int | None = None, **kw: Any) -> Any:
         return [method(self, *args, **kw)]
+
+    def forget_checks(self) -> None:
+        self.forgotten += 1
 
     def close(self) -> None:
         self.closes += 1

@@ -61,6 +61,21 @@ def test_the_call_reaches_the_ranks_positional_and_keyword(flux: Any) -> None:
     assert ranks.calls[1][0][0] is latents
 
 
+def test_what_was_set_on_the_instance_leads_no_call_past_the_ranks() -> None:
+    module = nn.Linear(3, 3)
+    module.compile(backend="eager")
+    module.forward = lambda x: x * 0  # as offload hooks do
+    module.to = lambda *args, **kwargs: module
+    before = dict(vars(module))
+    stub = make_stub(module, Ranks(nn.Linear(3, 3)), report=Report(), device=torch.device("cpu"))
+    with torch.no_grad():
+        assert stub(torch.ones(1, 3)).abs().sum() > 0
+    assert len(stub.gang.calls) == 1
+    assert stub.to(torch.float64) is stub
+    assert stub.gang.module.weight.dtype == torch.float64
+    assert vars(module).keys() == before.keys()
+
+
 def test_inputs_that_want_gradients_are_refused(flux: Any) -> None:
     module, make_inputs = flux
     stub, ranks = stub_of(module)
@@ -112,6 +127,7 @@ def test_to_a_dtype_changes_both_sides(flux: Any, cast: Any, dtype: torch.dtype)
     assert stub.dtype == module.dtype == dtype
     assert ranks.module.proj_out.weight.dtype == dtype
     assert module.proj_out.weight is parameter
+    assert ranks.forgotten >= 1  # what was checked was another precision
 
 
 def test_train_and_eval_are_mirrored(flux: Any) -> None:
