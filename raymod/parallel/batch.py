@@ -40,11 +40,14 @@ def batch_sizes(call: Call) -> list[int]:
     """The numbers of samples that the call may have, most likely first.
 
     Every argument has a vote: a tensor for its first dim, a list of tensors for its length and
-    for their common first dim, another list for its length.
+    for their common first dim, another list for its length. The first tensor, which is the
+    sample as a rule, has two.
     """
+    arguments = [*call[0], *call[1].values()]
     votes: Counter[int] = Counter()
-    for argument in [*call[0], *call[1].values()]:
+    for argument in arguments:
         votes.update(_votes(argument))
+    votes.update(next((_votes(x) for x in arguments if isinstance(x, torch.Tensor)), set()))
     first_seen = list(votes)
     return sorted(first_seen, key=lambda size: (-votes[size], first_seen.index(size)))
 

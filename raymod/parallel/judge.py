@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,21 +64,24 @@ class Trial:
 
 
 class Judge:
-    """Tries ways to run a call."""
+    """Tries ways to run one call."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, *, seed: int, key: Hashable) -> None:
+        """As `Runner.run`."""
         self._runner = runner
         self._mesh = runner.mesh
+        self._seed = seed
+        self._key = key
 
-    def whole(self, call: Call, *, seed: int) -> Whole:
+    def whole(self, call: Call) -> Whole:
         """Run the module as it is."""
         start = time.monotonic()
-        output = self._runner.run(_fresh(call), WHOLE, seed=seed)
+        output = self._run(call, WHOLE)
         mine = time.monotonic() - start
         (seconds,) = self._mesh.worst([mine], limit_s=_patience_s(mine))
         return Whole(output, limit_for(self._runner.module, output), seconds)
 
-    def attempt(self, call: Call, way: Way, whole: Whole, *, seed: int) -> Trial:
+    def attempt(self, call: Call, way: Way, whole: Whole) -> Trial:
         """Run the call in a way and compare; all ranks must do so together.
 
         Raises:
@@ -85,19 +89,19 @@ class Judge:
             TimeoutError: The other ranks did not finish.
         """
         if way.groups == 1:
-            return self._compare(call, way, whole, seed)
+            return self._compare(call, way, whole)
         # The batch first, with no collective inside: a wrong cut cannot leave a rank waiting.
-        trial = self._find_cut(call, replace(way, sequence=False), whole, seed)
+        trial = self._find_cut(call, replace(way, sequence=False), whole)
         if trial.failure or not way.sequence:
             return trial
-        return self._compare(call, replace(trial.way, sequence=True), whole, seed)
+        return self._compare(call, replace(trial.way, sequence=True), whole)
 
-    def _find_cut(self, call: Call, way: Way, whole: Whole, seed: int) -> Trial:
+    def _find_cut(self, call: Call, way: Way, whole: Whole) -> Trial:
         first: Trial | None = None
         left = max(MIN_SEARCH_S, MAX_SEARCH_IN_RUNS * whole.seconds)
         sizes = [size for size in batch_sizes(call) if size > 1][:MAX_BATCH_SIZES]
         for cut in (cut for size in sizes for cut in candidates(call, size)):
-            trial = self._compare(call, replace(way, cut=cut), whole, seed)
+            trial = self._compare(call, replace(way, cut=cut), whole)
             if not trial.failure:
                 return trial
             first = first or trial
@@ -106,7 +110,7 @@ class Judge:
                 break
         return first or Trial(way, failure="nothing in the call looks like a batch")
 
-    def _compare(self, call: Call, way: Way, whole: Whole, seed: int) -> Trial:
+    def _compare(self, call: Call, way: Way, whole: Whole) -> Trial:
         part = self._runner.part(call, way)
         output: Any = None
         error: Exception | None = None
@@ -115,7 +119,7 @@ class Judge:
         start = time.monotonic()
         if part is None or part.own:
             try:
-                output = self._runner.run(_fresh(call), way, seed=seed)
+                output = self._run(call, way)
                 due = whole.output
                 if part is not None:
                     join = find_join(due, output, batch=part.batch, own=part.own)
@@ -135,6 +139,9 @@ class Judge:
             text = next(text for text in said if text)
             return Trial(way, text, seconds, error=error)
         return Trial(replace(way, join=self._said(join, whole)[0]), "", seconds, output)
+
+    def _run(self, call: Call, way: Way) -> Any:
+        return self._runner.run(_fresh(call), way, seed=self._seed, key=self._key)
 
     def _said(self, mine: Any, whole: Whole) -> list[Any]:
         return self._mesh.said(mine, limit_s=_patience_s(whole.seconds))

@@ -7,6 +7,7 @@ reason everything that is remembered here must be equal on all ranks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,7 +75,7 @@ class Splitter:
         self.mesh = mesh
         self._name = type(module).__name__
         self._runner = Runner(module, mesh, context)
-        self._judge = Judge(self._runner)
+        self._parameters = list(inspect.signature(module.forward).parameters)
         self._has_sequence = context is not None
         self._asked = asked
         self._verify = verify
@@ -94,28 +95,28 @@ class Splitter:
         self._calls += 1
         with torch.no_grad():
             if self.mesh.world_size == 1:
-                return self._share(call, WHOLE)
-            kind, family = self._kind(call), self._kind(call, values=False)
+                return self._share(call, WHOLE, None)
+            kind = self._kind(call)
             here = (kind, sizes_of(call))
-            way = self._ways.get(here) or self._ways.get(kind) or self._usual(family)
+            way = self._ways.get(here) or self._ways.get(kind) or self._usual(call)
             try:
                 if way is not None:
-                    return self._share(call, way)
-                return self._first(call, kind, family, sequence=self._has_sequence)
+                    return self._share(call, way, here)
+                return self._first(call, kind, here, sequence=self._has_sequence)
             except TooFewTokensError as error:
                 if self._asked:
                     raise
-                return self._first(call, here, family, sequence=False, why=str(error))
+                return self._first(call, here, here, sequence=False, why=str(error))
 
     def forget(self) -> None:
         """Check the next call of each kind again; for when the module has changed."""
         self._ways.clear()
         self._families.clear()
 
-    def _share(self, call: Call, way: Way) -> Share:
+    def _share(self, call: Call, way: Way, here: Hashable) -> Share:
         part = self._runner.part(call, way)
         idle = part is not None and part.own == 0
-        output = None if idle else self._runner.run(call, way, seed=self._calls)
+        output = None if idle else self._runner.run(call, way, seed=self._calls, key=here)
         return self._made(call, way, output)
 
     def _made(self, call: Call, way: Way, output: Any, texts: tuple[str, ...] = ()) -> Share:
@@ -138,29 +139,28 @@ class Splitter:
     # -- which way -----------------------------------------------------------------------------
 
     def _kind(self, call: Call, *, values: bool = True) -> Hashable:
-        return kind_of(call, self._runner.parameters, by_batch=self._by_batch, values=values)
+        return kind_of(call, self._parameters, by_batch=self._by_batch, values=values)
 
-    def _usual(self, family: Hashable) -> Way | None:
+    def _usual(self, call: Call) -> Way | None:
         """The way of a family whose many kinds all went the same one."""
-        ways = self._families.get(family, [])
+        ways = self._families.get(self._kind(call, values=False), [])
         return ways[0] if len(ways) >= MANY_VALUES and len(set(ways)) == 1 else None
 
     def _first(
-        self, call: Call, key: Hashable, family: Hashable, *, sequence: bool, why: str = ""
+        self, call: Call, key: Hashable, here: Hashable, *, sequence: bool, why: str = ""
     ) -> Share:
         """The first call of a kind: find its way, keep it under `key`, and give its output."""
         ways = list(self._wanted(call, sequence))
         texts = [f"{self._name} is not split by sequence for a call: {why}"] if why else []
         texts.extend(self._not_divided(call, sequence))
-        if ways and self._verify:
-            trial = self._choose(call, ways, texts)
-        else:
+        if not ways or not self._verify:
             way = self._guessed(call, ways[0]) if ways else WHOLE
             self._ways[key] = way
-            share = self._share(call, way)
+            share = self._share(call, way, here)
             return replace(share, warnings=self._news(tuple(texts)) + share.warnings)
+        trial = self._choose(call, ways, here, texts)
         self._ways[key] = trial.way
-        self._families.setdefault(family, []).append(trial.way)
+        self._families.setdefault(self._kind(call, values=False), []).append(trial.way)
         return self._made(call, trial.way, trial.output, tuple(texts))
 
     def _wanted(self, call: Call, sequence: bool) -> Iterator[Way]:
@@ -176,11 +176,12 @@ class Splitter:
         if divisible:
             yield Way(sequence=False, groups=self.mesh.world_size)
 
-    def _choose(self, call: Call, ways: list[Way], texts: list[str]) -> Trial:
+    def _choose(self, call: Call, ways: list[Way], here: Hashable, texts: list[str]) -> Trial:
         """The first of `ways` that reproduces the model; says in `texts` what does not."""
-        whole = self._judge.whole(call, seed=self._calls)
+        judge = Judge(self._runner, seed=self._calls, key=here)
+        whole = judge.whole(call)
         for way in ways:
-            trial = self._judge.attempt(call, way, whole, seed=self._calls)
+            trial = judge.attempt(call, way, whole)
             if not trial.failure:
                 return trial
             if self._asked:

@@ -35,7 +35,17 @@ def limit_for(module: nn.Module, output: Any) -> float:
     """The largest difference that rounding may make, for the lowest precision in use."""
     seen = {p.dtype for p in module.parameters()} | {t.dtype for t in tensors(output)}
     low = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in seen)
-    return LIMIT_16_BIT if low else LIMIT
+    return LIMIT_16_BIT if low or _rounds_inside(output) else LIMIT
+
+
+def _rounds_inside(output: Any) -> bool:
+    """Whether products in fp32 are computed with fewer bits, as TF32 does."""
+    on_gpu = any(tensor.is_cuda for tensor in tensors(output))
+    try:
+        exact = torch.get_float32_matmul_precision() == "highest"
+        return not exact or (on_gpu and torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # the settings say different things for different operators
+        return True
 
 
 def difference(whole: Any, split: Any) -> Difference:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from raymod.calls.joining import Join
 from raymod.calls.trees import map_tensors
 from raymod.parallel.batch import BatchCut, Call, cut_call, size_under
-from raymod.parallel.kinds import kind_of, sizes_of
 from raymod.parallel.mesh import Mesh, part_sizes, part_start
 from raymod.parallel.sequence import SequenceContext
 
@@ -65,22 +64,21 @@ class Runner:
         module: The module, with its hooks in place.
         mesh: The ranks.
         context: The sequence split; None where there is none.
-        parameters: Names of the parameters of the module's forward.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, context: SequenceContext | None) -> None:
         self.module = module
         self.mesh = mesh
         self.context = context
-        self.parameters = list(inspect.signature(module.forward).parameters)
 
-    def run(self, call: Call, way: Way, *, seed: int) -> Any:
+    def run(self, call: Call, way: Way, *, seed: int, key: Hashable) -> Any:
         """This rank's output, whole or for its part of the batch; the part must not be empty.
 
         Args:
             call: The arguments of the whole call.
             way: How it is run.
             seed: For random numbers drawn inside, the same on all ranks.
+            key: Equal for calls of one kind and size.
 
         Returns:
             The output, with no collective pending.
@@ -91,8 +89,7 @@ class Runner:
         if not way.sequence:
             return self._finished(call, seed)
         assert self.context is not None
-        kind = kind_of(call, self.parameters, by_batch=False)
-        with self.context.on((kind, sizes_of(call))):
+        with self.context.on((key, way.groups)):
             return self._finished(call, seed)
 
     def part(self, call: Call, way: Way) -> Part | None:
