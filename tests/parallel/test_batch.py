@@ -11,6 +11,7 @@ from torch import nn
 from tests import models
 from tests.parallel import cases, plain
 from tests.parallel.cases import Seen, largest_difference, whole_output
+from tests.parallel.plants import cut, gather
 from tests.parallel.ranks import Ranks
 from tests.parallel.test_sequence import EXACT, World
 
@@ -142,6 +143,21 @@ def test_a_plain_module(ranks: World, time: torch.Tensor) -> None:
     (seen,) = of_module(ranks(2), plain.Denoiser(), calls, TWO, asked={"workers": 2})
     assert_exact(seen, [True, True])
     assert "has no _cp_plan" in seen[0].report.warnings[0]
+
+
+def test_a_module_with_a_plan_of_its_own(ranks: World) -> None:
+    calls = [{"x": torch.randn(batch, 7, 8), "time": torch.rand(batch)} for batch in (1, 2)]
+    for seen in of_module(ranks(2), plain.Dispatching(), calls, {"ulysses_degree": 2}):
+        assert_exact(seen, [True, False])
+        assert (seen[0].report.hooks, seen[0].report.attentions) == (2, 1)
+
+
+def test_a_plan_without_attention_that_a_split_reaches(ranks: World) -> None:
+    """torch's own attention sees this rank's tokens only: the check notices."""
+    module = plain.Denoiser(plan={"": {"x": cut(1)}, "out": gather(1)})
+    calls = [{"x": torch.randn(2, 7, 8), "time": torch.rand(2)}]
+    (seen,) = of_module(ranks(2), module, calls, {"ulysses_degree": 2})
+    assert all("does not reproduce its own output" in one.error for one in seen)
 
 
 def test_positional_arguments(ranks: World) -> None:
