@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Hashable
@@ -12,6 +13,7 @@ import torch
 
 from raymod.calls.joining import Join, find_join, take
 from raymod.calls.trees import map_tensors
+from raymod.errors import SplitError
 from raymod.parallel.batch import Call, batch_sizes, candidates
 from raymod.parallel.sequence import TooFewTokensError
 from raymod.parallel.verify import difference, limit_for
@@ -74,9 +76,20 @@ class Judge:
         self._key = key
 
     def whole(self, call: Call) -> Whole:
-        """Run the module as it is."""
+        """Run the module as it is.
+
+        Raises:
+            SplitError: There is not enough memory for that.
+        """
         start = time.monotonic()
-        output = self._run(call, WHOLE)
+        try:
+            output = self._run(call, WHOLE)
+        except torch.OutOfMemoryError as error:
+            raise SplitError(
+                f"the first call of a kind also runs whole on every rank, to compare the split "
+                f"with, and that ran out of memory: {error}. Make the first call a smaller one, or "
+                f"set ParallelConfig(verify=False) if you have compared the outputs yourself."
+            ) from error
         mine = time.monotonic() - start
         (seconds,) = self._mesh.worst([mine], limit_s=_patience_s(mine))
         return Whole(output, limit_for(self._runner.module, output), seconds)
@@ -167,6 +180,9 @@ def _patience_s(seconds: float) -> float:
 
 
 def _fresh(call: Call) -> Call:
-    """The call with containers and tensors of its own: a forward may change what it is given."""
-    fresh: Call = map_tensors(call, torch.Tensor.clone)
-    return fresh
+    """A copy of the call: a forward may change what it is given, and more than one will run."""
+    try:
+        return copy.deepcopy(call)
+    except Exception:  # something in it cannot be copied and is shared
+        copied: Call = map_tensors(call, torch.Tensor.clone)
+        return copied

@@ -183,6 +183,8 @@ class Splitter:
         for way in ways:
             trial = judge.attempt(call, way, whole)
             if not trial.failure:
+                if way is not ways[0]:
+                    texts[-1] += f"; it is split {way} instead"
                 return trial
             if self._asked:
                 raise SplitError(self._refusal(trial.failure)) from trial.error

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from raymod.calls.joining import Join
-from raymod.calls.trees import map_tensors
+from raymod.calls.trees import map_tensors, tensors
 from raymod.parallel.batch import BatchCut, Call, cut_call, size_under
 from raymod.parallel.mesh import Mesh, part_sizes, part_start
 from raymod.parallel.sequence import SequenceContext
@@ -108,7 +108,9 @@ class Runner:
     def _finished(self, call: Call, seed: int) -> Any:
         if self.mesh.world_size > 1:
             torch.manual_seed(seed)  # what is drawn must not differ between ranks and runs
-        return map_tensors(self.module(*call[0], **call[1]), _waited)
+        output = self.module(*call[0], **call[1])
+        pending = any(isinstance(tensor, AsyncCollectiveTensor) for tensor in tensors(output))
+        return map_tensors(output, _waited) if pending else output
 
 
 def _waited(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from raymod.parallel import judge
 from raymod.prepare import PrepareReport, Share, SplitModule, prepare
 from tests import models
 from tests.parallel.flops import count
-from tests.parallel.plain import Denoiser
+from tests.parallel.plain import Denoiser, Pending
 
 Call = dict[str, Any]
 Degree = dict[str, int]
@@ -183,6 +183,15 @@ def impatient(change: Callable[[nn.Module], None]) -> list[str]:
     ready = split(module, {"ulysses_degree": 2})
     change(module)
     return [attempt(lambda: ready((), make_inputs(1)))[1]]
+
+
+def pending() -> tuple[str, torch.Tensor] | None:
+    """The output of a module that does not wait for its own collective; on rank 0."""
+    share = split(Pending(), {"batch_degree": 2}, verify=False)((), {"x": torch.ones(1, 5)})
+    if not share.replies:
+        return None
+    output = share.output["gathered"]
+    return type(output).__name__, output.clone()
 
 
 def runs_after_forget() -> list[int]:

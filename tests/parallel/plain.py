@@ -152,3 +152,22 @@ class Step(nn.Module):
 
     def forward(self, x: Tensor, step: float) -> Tensor:
         return x * step
+
+
+class Large(nn.Module):
+    """Has no room for more than two samples at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("tried to allocate a lot")
+        return 2 * x
+
+
+class Pending(nn.Module):
+    """Gives a tensor that is still being gathered from the other ranks."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        from torch.distributed import _functional_collectives as collectives
+
+        gathered = collectives.all_reduce(x, "sum", torch.distributed.group.WORLD)
+        return {"gathered": gathered}

@@ -49,6 +49,7 @@ def test_a_planted_fault_is_noticed(ranks: World, name: str, plant: Change, when
     assert "is not split by sequence" in first[0].warnings[0]
     assert "runs whole on every rank" in first[0].warnings[0]
     assert second[0].warnings == ()
+    assert "it is split by batch instead" in third[0].warnings[0]
 
 
 def test_a_fault_that_only_a_mask_shows(ranks: World) -> None:
@@ -118,6 +119,22 @@ def test_the_model_s_own_error_is_its_own(ranks: World) -> None:
     calls = [{"x": torch.ones(2, 3, 9), "time": torch.ones(2)}]
     (seen,) = of_module(ranks(2), plain.Denoiser(), calls, BATCH)
     assert all(one.error.startswith("RuntimeError: mat1 and mat2 shapes") for one in seen)
+
+
+def test_no_memory_for_the_check(ranks: World) -> None:
+    calls = [{"x": torch.ones(4, 3)}]
+    (seen,) = of_module(ranks(2), plain.Large(), calls, BATCH)
+    assert all("runs whole on every rank" in one.error for one in seen)
+    assert all("tried to allocate a lot" in one.error for one in seen)
+    (seen,) = of_module(ranks(2), plain.Large(), calls, BATCH, verify=False)
+    assert torch.equal(whole_output(seen), torch.full((4, 3), 2.0))
+
+
+def test_an_output_that_is_still_on_its_way_is_waited_for(ranks: World) -> None:
+    first, other = ranks(2)(cases.pending)
+    assert other is None
+    assert first[0] == "Tensor"
+    assert torch.equal(first[1], torch.full((1, 5), 2.0))
 
 
 @pytest.mark.parametrize("values", [range(1000, 1024), [float(n) for n in range(24)]])
