@@ -88,7 +88,7 @@ class SequenceContext:
             row = self._schedule[step]
             if row[self.rank] != tuple(mine):
                 raise SplitError(
-                    f"attention number {step} of this call has sizes {tuple(mine)} and had "
+                    f"exchange number {step} of this call has sizes {tuple(mine)} and had "
                     f"{row[self.rank]} in an earlier call with equal shapes: the number of tokens "
                     f"depends on values. Use batch_degree instead of ulysses_degree."
                 )

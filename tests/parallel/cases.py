@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from raymod.calls.joining import Join, join
 from raymod.calls.trees import tensors
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
-from raymod.parallel import judge
+from raymod.parallel import SequenceContext, judge, sequence
 from raymod.prepare import PrepareReport, Share, SplitModule, prepare
 from tests import models
 from tests.parallel.flops import count
@@ -183,6 +183,43 @@ def impatient(change: Callable[[nn.Module], None]) -> list[str]:
     ready = split(module, {"ulysses_degree": 2})
     change(module)
     return [attempt(lambda: ready((), make_inputs(1)))[1]]
+
+
+def exchanges() -> tuple[list[int], list[float]]:
+    """Exchanges of sizes in each of some calls to a tiny Flux, and their differences.
+
+    Rank 0 has five image tokens in all of them, rank 1 four or five.
+    """
+    module, make_inputs = models.flux()
+    inputs = [make_inputs(1, image=image) for image in ((3, 3), (2, 5), (3, 3), (2, 5))]
+    with torch.no_grad():
+        wholes = [module(**one)[0] for one in inputs]
+    ready = split(module, {"ulysses_degree": 2}, verify=False)
+    count: list[int] = []
+    original = sequence.gather_numbers
+
+    def counted(*args: Any) -> Any:
+        count.append(1)
+        return original(*args)
+
+    sequence.gather_numbers = counted
+    counts, differences = [], []
+    for one, whole in zip(inputs, wholes, strict=True):
+        count.clear()
+        share = ready((), one)
+        counts.append(len(count))
+        differences.append((share.output[0] - whole).abs().max().item() if share.replies else 0.0)
+    sequence.gather_numbers = original
+    return counts, differences
+
+
+def other_sizes_than_before() -> str:
+    """What is raised where a second call of equal key has other sizes."""
+    context = SequenceContext(torch.distributed.group.WORLD, torch.device("cpu"))
+    for tokens in (4, 3):
+        with context.on("key"):
+            error = attempt(lambda tokens=tokens: context.numbers([tokens]))[1]
+    return error
 
 
 def pending() -> tuple[str, torch.Tensor] | None:

@@ -126,3 +126,16 @@ def test_without_a_check_nothing_runs_twice(ranks: World, size: int) -> None:
     for seen in results:
         assert_exact(seen)
         assert seen[0].runs == 1
+
+
+def test_sizes_are_exchanged_once_for_calls_of_equal_sizes(ranks: World) -> None:
+    """Whether they are known must never depend on a rank's own sizes."""
+    for counts, differences in ranks(2)(cases.exchanges, limit_s=30):
+        assert counts == [4, 4, 0, 0]  # three attentions and the gather
+        assert max(differences) <= EXACT
+
+
+def test_sizes_that_depend_on_values_are_an_error(ranks: World) -> None:
+    for error in ranks(2)(cases.other_sizes_than_before):
+        assert error.startswith("SplitError: exchange number 0 of this call has sizes (3,)")
+        assert "Use batch_degree" in error
