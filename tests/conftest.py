@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import shutil
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "RAYMOD_TEST_SESSION"
 # Ray's sockets allow no long names, so this does not follow TMPDIR.
 _RAY_FOLDER = tempfile.mkdtemp(prefix="rmt-", dir="/tmp")
+atexit.register(shutil.rmtree, _RAY_FOLDER, ignore_errors=True)
 
 # Before Ray is imported: it reads its authentication settings then, and would otherwise write a
 # token into the home folder. The folder keeps these tests and other Rays from finding one another.
@@ -138,14 +140,16 @@ def no_leaks() -> Iterator[None]:
     yield
     left = _processes(b"", wait_s=20.0)
     left += sorted(_files() - before)
-    shutil.rmtree(_RAY_FOLDER, ignore_errors=True)
     assert left == []
 
 
 def _files() -> set[str]:
     """What of raymod's is in shared memory and in the folders for temp files."""
-    folders = {Path("/dev/shm"), Path(tempfile.gettempdir()), Path("/tmp"), Path(_RAY_FOLDER)}
-    return {str(p) for folder in folders if folder.is_dir() for p in folder.glob("*raymod*")}
+    found = {str(path) for path in Path(_RAY_FOLDER).glob("*raymod*")}
+    for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        # the folder of a Ray here is another session's: this one's are in _RAY_FOLDER
+        found |= {str(p) for p in folder.glob("*raymod*") if not p.name.startswith("raymod-ray-")}
+    return found
 
 
 def _processes(title: bytes, *, wait_s: float) -> list[str]:

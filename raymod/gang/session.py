@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -221,15 +222,39 @@ def _start(config: GangConfig) -> Session:
     logger.info("starting a local Ray")
     try:
         with _loopback(options["_node_ip_address"] == LOOPBACK), interrupt_deferred():
-            ray.init(address="local", **options)
+            _init(options, folder)
         return _describe(folder)
     except BaseException as error:
         with suppress(Exception):
             ray.shutdown()
+        _end_processes(folder)
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, Exception):
             raise GangStartError(f"cannot start a local Ray: {error}") from error
         raise
+
+
+def _init(options: Mapping[str, Any], folder: Path) -> None:
+    for last in (False, True):
+        try:
+            ray.init(address="local", **options)
+            return
+        except Exception as error:
+            # Ray gives its own processes 30 s, which a busy machine may exceed
+            if last or "timed out" not in str(error):
+                raise
+            logger.info("starting a local Ray took too long, trying once more: %s", error)
+            with suppress(Exception):
+                ray.shutdown()
+            _end_processes(folder)
+
+
+def _end_processes(folder: Path) -> None:
+    """End what a failed start of Ray left running: it has our own folder in its command line."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if bytes(folder) in (process / "cmdline").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
