@@ -41,12 +41,16 @@ class Packed:
 
     Attributes:
         skeleton: The pickled structure, with a marker for each tensor.
-        tensors: Dense, contiguous, detached, on the CPU. They share memory with the tensors of
-            the packed object where those were like that already.
+        tensors: Dense and detached. They share memory with the tensors of the packed object where
+            those were like that already.
     """
 
     skeleton: bytes
     tensors: tuple[torch.Tensor, ...]
+
+    def plain(self) -> Packed:
+        """The same with tensors that are contiguous and on the CPU; those that were are shared."""
+        return Packed(self.skeleton, tuple(map(_plain, self.tensors)))
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +58,7 @@ class Packed:
         return len(self.skeleton) + sum(tensor.nbytes for tensor in self.tensors)
 
 
-def pack(obj: Any, *, what: str = "argument") -> Packed:
+def pack(obj: Any, *, what: str = "argument", as_it_is: bool = False) -> Packed:
     """Take `obj` apart into what can be sent.
 
     A tensor that occurs twice stays one. Views are packed as what they show: a slice of a large
@@ -64,12 +68,15 @@ def pack(obj: Any, *, what: str = "argument") -> Packed:
     Args:
         obj: Any nesting of containers, dataclasses, modules, tensors and picklable objects.
         what: What to call it in an error: "argument", "output".
+        as_it_is: Leave the tensors' strides and devices, for a transport to copy from; else they
+            come out as `Packed.plain` makes them.
 
     Raises:
         PackError: Part of it does not pickle; the message says which.
     """
     skeleton, tensors = take_apart(obj, what=what)
-    return Packed(skeleton, tuple(map(_plain, tensors)))
+    packed = Packed(skeleton, tuple(tensor.detach() for tensor in tensors))
+    return packed if as_it_is else packed.plain()
 
 
 def unpack(packed: Packed, *, device: torch.device | None = None) -> Any:
@@ -95,7 +102,7 @@ def unpack(packed: Packed, *, device: torch.device | None = None) -> Any:
 
 
 def take_apart(
-    obj: Any, *, what: str = "argument", reduce: Reducer | None = None
+    obj: Any, *, what: str = "argument", reduce: Reducer | None = None, meta: bool = False
 ) -> tuple[bytes, list[torch.Tensor]]:
     """Skeleton and tensors of `obj`, the tensors as they are: any strides, any device.
 
@@ -104,12 +111,13 @@ def take_apart(
         what: As for `pack`.
         reduce: Asked first how an object is pickled; returns what `__reduce_ex__` would, or
             NotImplemented.
+        meta: Whether tensors on the meta device are taken out too, for others to take their places.
 
     Raises:
         PackError: Part of it does not pickle; the message says which.
     """
     try:
-        return _take_apart(obj, reduce)
+        return _take_apart(obj, reduce, meta)
     except Exception as error:
         path, part = find_fault(
             obj,
@@ -152,15 +160,16 @@ def describe(obj: Any, limit: int = 500) -> str:
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     """Takes the tensors out. A marker is the index; of a parameter, `(index, requires_grad)`."""
 
-    def __init__(self, file: io.BytesIO, reduce: Reducer | None) -> None:
+    def __init__(self, file: io.BytesIO, reduce: Reducer | None, meta: bool) -> None:
         super().__init__(file, protocol=5)
         self.tensors: list[torch.Tensor] = []
         self._markers: dict[int, int | tuple[int, bool]] = {}
         self._reduce = reduce
+        self._meta = meta
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
-        if (kind is torch.Tensor or kind is nn.Parameter) and _is_dense(obj):
+        if (kind is torch.Tensor or kind is nn.Parameter) and _is_dense(obj, self._meta):
             return self._markers.get(id(obj)) or self._take(obj, kind)
         return None
 
@@ -199,9 +208,11 @@ class _Unpacker(pickle.Unpickler):
         return self._parameters[index]
 
 
-def _take_apart(obj: Any, reduce: Reducer | None) -> tuple[bytes, list[torch.Tensor]]:
+def _take_apart(
+    obj: Any, reduce: Reducer | None, meta: bool = False
+) -> tuple[bytes, list[torch.Tensor]]:
     file = io.BytesIO()
-    packer = _Packer(file, reduce)
+    packer = _Packer(file, reduce, meta)
     packer.dump(obj)
     return file.getvalue(), packer.tensors
 
@@ -228,10 +239,10 @@ def _reason(part: Any, reduce: Reducer | None, error: Exception) -> str:
     return f"{error}"
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: torch.Tensor, meta: bool) -> bool:
     return (
         tensor.layout is torch.strided
-        and not tensor.is_meta
+        and (meta or not tensor.is_meta)
         and not tensor.is_quantized
         and not tensor.is_nested
     )
