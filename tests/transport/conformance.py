@@ -94,6 +94,20 @@ def outlive(transport: Transport, parcel: Parcel) -> Any:
     return digest(packed.tensors)
 
 
+KEPT: list[Any] = []
+
+
+def keep(transport: Transport, parcel: Parcel) -> None:
+    """Keeps in the receiver what it received."""
+    KEPT.extend(transport.receive(parcel).tensors)
+
+
+def give_back(transport: Transport, parcel: Parcel) -> Any:
+    kept = digest(KEPT)
+    KEPT.clear()
+    return kept
+
+
 def unpacked(transport: Transport, parcel: Parcel) -> Any:
     return unpack(transport.receive(parcel))
 
@@ -104,6 +118,7 @@ class TransportConformance:
     @pytest.fixture(autouse=True)
     def _nothing_left_over(self, link: Link) -> Iterator[None]:
         yield
+        link.transport.forget()
         deadline = time.monotonic() + 10
         while link.left_over() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -166,6 +181,24 @@ class TransportConformance:
         mine = link.transport.receive(parcel)
         del parcel
         assert digest(mine.tensors) == digest([tensor])
+
+    @pytest.mark.parametrize("count", [10, 100_000])
+    def test_tensors_outlive_what_is_sent_later(self, link: Link, count: int) -> None:
+        sent = [torch.full((count,), float(n)) for n in range(4)]
+        for tensor in sent:
+            link.on_receivers(link.transport.send(pack(tensor)), keep)
+        for n in range(8):
+            link.on_receivers(link.transport.send(pack(torch.full((count,), -1.0 - n))), digest_of)
+        assert link.on_receivers(link.transport.send(pack(0)), give_back) == [digest(sent)] * 2
+
+    @pytest.mark.parametrize("count", [10, 100_000])
+    def test_what_arrives_is_what_was_sent_last(self, link: Link, count: int) -> None:
+        tensor, constant = torch.zeros(count), torch.ones(count)
+        for n in range(6):
+            tensor.numpy()[n % 3 * 4] += n
+            parcel = link.transport.send(pack([tensor, constant]))
+            assert 0 <= parcel.reused_bytes < parcel.nbytes
+            assert link.on_receivers(parcel, digest_of) == [digest([tensor, constant])] * 2
 
     @pytest.mark.parametrize("nbytes", [0, 1000, 70_001, MiB, 64 * MiB], ids=lambda n: f"{n}B")
     def test_replies_come_back(self, link: Link, nbytes: int) -> None:

@@ -1,0 +1,319 @@
+"""Pieces of shared memory: a process writes its own, and reads those of others.
+
+A segment is a file in memory without a name, so nothing can be left behind, whatever ends its
+owner. Another process of the same user and machine opens it through `/proc/<pid>/fd/<n>` and knows
+it by a token at its head. A reader's lock on it says that tensors over its memory are still in use
+there; the system takes the lock away with the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import sys
+import weakref
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from raymod.calls import TensorMeta, bytes_of
+from raymod.errors import GangError
+from raymod.transport.unchanged import Content
+
+__all__ = ["HEAD_BYTES", "CannotOpenError", "Pool", "Segment", "Ticket", "Window"]
+
+HEAD_BYTES = 64  # the token, and up to the next cache line
+_TOKEN_BYTES = 32
+_KEY_BYTES = 8
+_MIN_BYTES = 64 << 10
+# So many segments, and bytes in them, are kept for content that comes again and again.
+_KEEP = 4
+_KEEP_BYTES = 256 << 20
+# A segment that so many others were preferred to is given up.
+_IDLE = 16
+
+
+class CannotOpenError(GangError):
+    """A segment is not to be had in this process: another machine, another container, gone."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """How another process opens a segment.
+
+    Attributes:
+        path: `/proc/<pid>/fd/<n>`.
+        size: Size in bytes.
+        token: Its first bytes.
+    """
+
+    path: str
+    size: int
+    token: bytes
+
+    @property
+    def key(self) -> bytes:
+        """A short name that no other segment has."""
+        return self.token[:_KEY_BYTES]
+
+    def open(self) -> int:
+        """A file descriptor of the segment, to read from.
+
+        Raises:
+            CannotOpenError: It is not to be had here.
+        """
+        # The path may lead to something else in another pid namespace: never wait on it.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        try:
+            fd = os.open(self.path, flags)
+        except OSError as error:
+            raise CannotOpenError(f"{self.path} cannot be opened here: {error}") from error
+        info = os.fstat(fd)
+        is_it = stat.S_ISREG(info.st_mode) and info.st_size == self.size
+        if is_it and os.pread(fd, _TOKEN_BYTES, 0) == self.token:
+            return fd
+        os.close(fd)
+        raise CannotOpenError(f"{self.path} is another file here: the token does not match")
+
+
+class Segment:
+    """The owner's side: memory to write to.
+
+    Args:
+        size: Size in bytes, head included.
+
+    Attributes:
+        bytes: All of it, as a flat `uint8` tensor.
+        content: What was written last; None while it is being written.
+        used_at: When it was taken last, in the pool's count.
+
+    Raises:
+        GangError: There is no such memory to be had.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.content: Content | None = None
+        self.used_at = 0
+        self._parcel: weakref.ref[Any] | None = None
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        try:
+            self._fd = _memory_file(size)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            shared = mmap.mmap(self._fd, size, flags=flags)
+        except OSError as error:
+            raise GangError(f"no {size >> 20} MiB of shared memory for a call: {error}") from error
+        self.ticket = Ticket(f"/proc/{os.getpid()}/fd/{self._fd}", size, token)
+        shared[:_TOKEN_BYTES] = token
+        with torch.inference_mode(False):  # written to in either mode later
+            self.bytes = torch.frombuffer(shared, dtype=torch.uint8)
+
+    @property
+    def size(self) -> int:
+        """Size in bytes, head included."""
+        return self.ticket.size
+
+    def lend(self, parcel: Any) -> None:
+        """Taken until `parcel` is gone."""
+        self._parcel = weakref.ref(parcel)
+
+    def is_free(self) -> bool:
+        """Whether nobody reads it nor will."""
+        if self._parcel is not None and self._parcel() is not None:
+            return False
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return True
+
+    def close(self) -> None:
+        """Let go of it; readers keep what they have mapped. Twice is not worse."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
+
+
+class Pool:
+    """The segments of one process, used over and over."""
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+        self._recent: deque[Content] = deque(maxlen=_KEEP)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """The names of all segments there are."""
+        return tuple(segment.ticket.key for segment in self._segments)
+
+    def take(self, need: int, content: Content) -> Segment:
+        """A free segment of at least `need` bytes, if possible one that holds `content` already.
+
+        One more is made when content comes again that a later call's has replaced: calls take
+        turns then, such as those of a prompt and its negative.
+        """
+        self._count += 1
+        free = [segment for segment in self._segments if segment.is_free()]
+        best = max(
+            (segment for segment in free if need <= segment.size <= 4 * need + (1 << 20)),
+            key=lambda segment: (content.shared_bytes(segment.content), -segment.used_at),
+            default=None,
+        )
+        if best is not None and self._may_grow(len(free) + 1, need):
+            seen = max(map(content.shared_bytes, self._recent), default=0)
+            if seen > content.shared_bytes(best.content):
+                best = None
+        if best is None:
+            best = Segment(_rounded(need))
+            self._segments.append(best)
+        self._recent.append(content)
+        best.used_at = self._count
+        self._drop(s for s in free if self._count - s.used_at >= _IDLE)
+        return best
+
+    def forget(self) -> None:
+        """Let go of all that are free."""
+        self._recent.clear()
+        self._drop(segment for segment in list(self._segments) if segment.is_free())
+
+    def _may_grow(self, count: int, need: int) -> bool:
+        return count <= _KEEP and count * need <= _KEEP_BYTES
+
+    def _drop(self, segments: Any) -> None:
+        for segment in segments:
+            self._segments.remove(segment)
+            segment.close()
+
+
+class Window:
+    """A reader's side of one segment.
+
+    Its memory is mapped copy-on-write, so that a tensor over it is private to write to. The
+    mapping is used again and again, unless something was written to it.
+
+    Raises:
+        CannotOpenError: The segment is not to be had here.
+    """
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._size = ticket.size
+        self._fd = ticket.open()
+        self._map: mmap.mmap | None = None
+        self._lease: weakref.ref[memoryview] | None = None
+        self._settled = True
+        self._dropped = False
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether tensors over its memory are in use."""
+        return self._lease is not None and self._lease() is not None
+
+    def lease(self) -> memoryview | None:
+        """All of its memory, for tensors to be made over; None while there is another lease.
+
+        The owner writes nothing to it until they are gone.
+        """
+        if self.is_leased:
+            return None
+        self.settle()
+        if self._map is None:
+            self._map = mmap.mmap(self._fd, self._size, access=mmap.ACCESS_COPY)
+        fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        view = memoryview(self._map)
+        self._settled = False
+        self._lease = weakref.ref(view, self._end_of_lease)
+        return view
+
+    def settle(self) -> None:
+        """Give up the mapping if what was leased has been written to. Twice is not worse."""
+        if self._settled or self.is_leased:
+            return
+        if self._map is not None and _has_private_pages(self._map):
+            self._map = None
+        self._settled = True
+
+    def copy(self, offset: int, meta: TensorMeta) -> torch.Tensor:
+        """A tensor of its own with the bytes at `offset`."""
+        tensor = torch.empty(meta.shape, dtype=meta.dtype)
+        left = bytes_of(tensor).numpy().data
+        while left:
+            done = os.preadv(self._fd, [left], offset)
+            if done == 0:
+                raise CannotOpenError("a segment of shared memory ends early")
+            left, offset = left[done:], offset + done
+        return tensor
+
+    def drop(self) -> None:
+        """Let go of it, at the latest when its tensors are gone."""
+        self._dropped = True
+        self._map = None
+        if not self.is_leased:
+            self._close()
+
+    def _end_of_lease(self, _: Any) -> None:
+        if self._fd < 0:
+            return
+        with suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        if self._dropped:
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        # a lease that is still out outlives the window: its lock goes with the process
+        if getattr(self, "_fd", -1) >= 0 and not self.is_leased:
+            self._close()
+
+
+def _memory_file(size: int) -> int:
+    if sys.platform != "linux":
+        raise OSError("only Linux has files without a name in memory")
+    fd = os.memfd_create("raymod-call", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, size)  # too little memory is an error here, not a signal later
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _rounded(need: int) -> int:
+    """`need` and up to an eighth more, for calls that grow little by little."""
+    step = max(_MIN_BYTES, 1 << (need.bit_length() - 4))
+    return -(-need // step) * step
+
+
+def _has_private_pages(mapped: mmap.mmap) -> bool:
+    """Whether a copy-on-write mapping has been written to; True where the system doesn't tell."""
+    count = -(-len(mapped) // mmap.PAGESIZE)
+    address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), 8 * count, 8 * (address // mmap.PAGESIZE))
+    except OSError:
+        return True
+    if len(data) != 8 * count:
+        return True
+    # the upper bits of an entry: present, swapped, of a file
+    flags = np.frombuffer(data, np.uint64) >> np.uint64(61)
+    return bool(((flags >= 2) & (flags & np.uint64(1) == 0)).any())

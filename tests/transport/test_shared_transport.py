@@ -1,0 +1,412 @@
+"""The transport through shared memory, and what it does not send again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raymod.calls import pack
+from raymod.errors import GangError
+from raymod.transport import Parcel, SharedTransport, Transport
+from raymod.transport.segments import CannotOpenError, Ticket
+from tests.transport.conformance import MiB, TransportConformance, digest
+from tests.transport.peers import Peer
+
+
+class SharedLink:
+    def __init__(self) -> None:
+        self.transport: Transport = SharedTransport()
+        self.peers = [Peer() for _ in range(2)]
+
+    def on_receivers(self, parcel: Parcel, probe: Callable[[Transport, Parcel], Any]) -> list[Any]:
+        for peer in self.peers:
+            peer.begin(lambda transport, kept, parcel: probe(transport, parcel), parcel)
+        return [peer.end() for peer in self.peers]
+
+    def reply(self, make: Callable[[], Any]) -> Parcel:
+        return self.peers[0].run(lambda transport, kept: transport.reply(pack(make())))
+
+    def left_over(self) -> int:
+        assert isinstance(self.transport, SharedTransport)
+        return self.transport.segments
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+
+@pytest.fixture(scope="module")
+def shared_link() -> Iterator[SharedLink]:
+    link = SharedLink()
+    yield link
+    link.close()
+
+
+class TestSharedTransport(TransportConformance):
+    @pytest.fixture
+    def link(self, shared_link: SharedLink) -> SharedLink:
+        return shared_link
+
+
+@pytest.fixture
+def sender() -> Iterator[SharedTransport]:
+    sender = SharedTransport()
+    yield sender
+    sender.close()
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.close()
+
+
+def send(sender: SharedTransport, *tensors: torch.Tensor) -> Parcel:
+    return sender.send(pack(tensors, as_it_is=True))
+
+
+def look(transport: SharedTransport, kept: Any, parcel: Parcel) -> Any:
+    return digest(transport.receive(parcel).tensors)
+
+
+def keep(transport: SharedTransport, kept: Any, parcel: Parcel) -> None:
+    kept.setdefault("tensors", []).extend(transport.receive(parcel).tensors)
+
+
+def kept_now(transport: SharedTransport, kept: Any) -> Any:
+    return digest(kept.pop("tensors"))
+
+
+# -- where tensors lie -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(400, 300).t(),
+        lambda: torch.randn(50, 60, 70)[:, ::3, 5:],
+        lambda: torch.randn(300).expand(400, 300),
+        lambda: torch.randn(4, 3, 100, 100).to(memory_format=torch.channels_last),
+        lambda: torch.complex(torch.randn(9000), torch.randn(9000)).conj(),
+        lambda: torch.complex(torch.randn(9000), torch.randn(9000)).conj().imag,
+        lambda: torch.randn(100_000).bfloat16()[::2],
+        lambda: torch.nn.Parameter(torch.randn(100, 200)),
+    ],
+)
+def test_one_copy_from_any_strides(
+    sender: SharedTransport, peer: Peer, make: Callable[[], torch.Tensor]
+) -> None:
+    tensor = make()
+    for _ in range(2):  # the second time there is something to compare with
+        expected = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        assert peer.run(look, send(sender, tensor)) == digest([expected])
+
+
+def test_tensors_begin_on_cache_lines(sender: SharedTransport, peer: Peer) -> None:
+    def places(transport: SharedTransport, kept: Any, parcel: Parcel) -> list[int]:
+        return [tensor.data_ptr() % 64 for tensor in transport.receive(parcel).tensors]
+
+    tensors = [torch.randn(20_001 + n).to(torch.bfloat16) for n in range(4)]
+    assert peer.run(places, send(sender, torch.tensor(True), *tensors)) == [0] * 5
+
+
+def test_tensors_made_in_inference_mode(sender: SharedTransport, peer: Peer) -> None:
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            tensor = torch.randn(50_000)
+            parcel = send(sender, tensor)
+        assert peer.run(look, parcel) == digest([tensor])
+        with torch.inference_mode(not mode):
+            assert digest(sender.receive(parcel).tensors) == digest([tensor])
+
+
+def test_large_tensors_are_not_copied_by_the_receiver(sender: SharedTransport, peer: Peer) -> None:
+    def in_one_map(transport: SharedTransport, kept: Any, parcel: Parcel) -> list[bool]:
+        tensors = transport.receive(parcel).tensors
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        shared = [line.split()[0].split("-") for line in lines if "raymod-call" in line]
+        spans = [(int(low, 16), int(high, 16)) for low, high in shared]
+        return [any(low <= t.data_ptr() < high for low, high in spans) for t in tensors]
+
+    parcel = send(sender, torch.randn(100_000), torch.tensor(1.0), torch.randn(200_000))
+    assert peer.run(in_one_map, parcel) == [True, False, True]
+
+
+# -- what receivers keep -----------------------------------------------------------------------
+
+
+def test_what_a_receiver_keeps_is_never_overwritten(sender: SharedTransport, peer: Peer) -> None:
+    """A module may keep its input, or a view of it, for as long as it likes."""
+    sent = [torch.full((50_000,), float(n)) for n in range(20)]
+    for tensor in sent:
+        peer.run(keep, send(sender, tensor))
+    for n in range(30):
+        peer.run(look, send(sender, torch.full((50_000,), -1.0 - n)))
+    assert peer.run(kept_now) == digest(sent)
+    peer.run(look, send(sender, sent[0]))
+    sender.forget()
+    assert sender.segments == 0
+
+
+def test_a_receivers_writes_are_gone_with_its_tensors(sender: SharedTransport, peer: Peer) -> None:
+    """Pages that were written to must not hide what the sender writes there later."""
+
+    def write(transport: SharedTransport, kept: Any, parcel: Parcel) -> Any:
+        (tensor,) = transport.receive(parcel).tensors
+        before = digest([tensor])
+        tensor[40_000] = 7.0
+        return before
+
+    for n in range(5):
+        tensor = torch.full((50_000,), float(n))
+        assert peer.run(write, send(sender, tensor)) == digest([tensor])
+    assert sender.segments == 1  # it was one segment all the time
+
+
+def test_a_receiver_that_is_killed_holds_nothing(sender: SharedTransport) -> None:
+    peer = Peer()
+    peer.run(keep, send(sender, torch.randn(50_000)))
+    sender.forget()
+    assert sender.segments == 1
+    assert peer.process.pid is not None
+    os.kill(peer.process.pid, signal.SIGKILL)
+    peer.process.join(10)
+    peer.close()
+    sender.forget()
+    assert sender.segments == 0
+
+
+def test_a_reply_stays_until_the_second_one_after_it(peer: Peer) -> None:
+    def reply(transport: SharedTransport, kept: Any, n: int) -> Parcel:
+        return transport.reply(pack(torch.full((50_000,), float(n))))
+
+    mine = SharedTransport()
+    first, second = peer.run(reply, 1), peer.run(reply, 2)
+    one = mine.receive(first).tensors[0]
+    two = mine.receive(second).tensors[0]
+    for n in range(3, 9):
+        assert float(mine.receive(peer.run(reply, n)).tensors[0][0]) == n
+    assert (float(one.min()), float(two.max())) == (1, 2)
+    mine.close()
+    assert float(one.sum()) == 50_000  # outlives the transport too
+
+
+# -- bounds ------------------------------------------------------------------------------------
+
+
+def open_files(pid: int | str = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_calls_of_changing_sizes_leave_no_more_than_the_last_ones_need(
+    sender: SharedTransport, peer: Peer
+) -> None:
+    peer.run(look, send(sender, torch.randn(MiB)))
+    largest = 0
+    for n in range(60):
+        peer.run(look, send(sender, torch.randn(20_000 + 3001 * (n % 7))))
+        largest = max(largest, sender.segments)
+    assert largest <= 5
+    sizes = [segment.size for segment in sender._pool._segments]
+    assert sum(sizes) < 2 * MiB, sizes  # the first, large one is gone
+
+
+def test_many_calls_open_no_more_files(sender: SharedTransport, peer: Peer) -> None:
+    def files(transport: SharedTransport, kept: Any) -> int:
+        return open_files()
+
+    for n in range(3):
+        peer.run(look, send(sender, torch.randn(30_000 + n * 9000)))
+    before = open_files(), peer.run(files)
+    for n in range(100):
+        peer.run(look, send(sender, torch.randn(30_000 + n % 3 * 9000)))
+    after = open_files(), peer.run(files)
+    assert after[0] <= before[0] + 4
+    assert after[1] <= before[1] + 4
+
+
+def test_no_memory_left_is_an_error_and_not_a_signal(
+    sender: SharedTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(GangError, match=r"MiB of shared memory for a call: .*No space left"):
+            send(sender, torch.randn(50_000))
+    assert open_files() == before
+    assert send(sender, torch.randn(50_000)).nbytes > 200_000
+
+
+# -- who may open it ---------------------------------------------------------------------------
+
+
+def test_another_file_under_the_same_path_is_not_taken_for_it(sender: SharedTransport) -> None:
+    parcel = send(sender, torch.randn(50_000))
+    ticket: Ticket = parcel.payload.ticket
+    for wrong in (
+        replace(ticket, token=bytes(32)),
+        replace(ticket, size=ticket.size + 1),
+        replace(ticket, path=f"/proc/{os.getpid()}/fd/99999"),
+        replace(ticket, path="/dev/zero"),
+        replace(ticket, path="/proc/self/environ"),
+    ):
+        with pytest.raises(CannotOpenError):
+            wrong.open()
+    os.close(ticket.open())
+
+
+def test_segments_have_no_name_and_no_child_inherits_them(sender: SharedTransport) -> None:
+    parcel = send(sender, torch.randn(50_000))
+    ticket: Ticket = parcel.payload.ticket
+    assert os.readlink(ticket.path) == "/memfd:raymod-call (deleted)"
+    assert not os.get_inheritable(int(ticket.path.rpartition("/")[2]))
+    assert [name for name in os.listdir("/dev/shm") if "raymod" in name] == []
+
+
+# -- what has not changed ----------------------------------------------------------------------
+
+EMBEDDINGS = 2 * MiB
+
+
+@pytest.fixture
+def steps(sender: SharedTransport, peer: Peer) -> Callable[..., int]:
+    """Sends a call, checks every bit of what arrives, and tells how many bytes were reused."""
+
+    def step(*tensors: torch.Tensor) -> int:
+        parcel = send(sender, *tensors)
+        expected = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
+        assert peer.run(look, parcel) == digest(expected)
+        return parcel.reused_bytes
+
+    return step
+
+
+def test_what_has_not_changed_is_not_sent_again(steps: Callable[..., int]) -> None:
+    embeddings = torch.randn(EMBEDDINGS // 4)
+    assert steps(torch.randn(1000, 64), embeddings) == 0
+    for _ in range(3):
+        assert steps(torch.randn(1000, 64), embeddings) == EMBEDDINGS
+    # pipelines make the same content anew at every step
+    assert steps(torch.randn(1000, 64), embeddings.clone()) == EMBEDDINGS
+    assert steps(torch.randn(1000, 64), torch.cat([embeddings[:7], embeddings[7:]])) == EMBEDDINGS
+
+
+def test_a_new_prompt_of_equal_shape(steps: Callable[..., int]) -> None:
+    one, other = torch.randn(EMBEDDINGS // 4), torch.randn(EMBEDDINGS // 4)
+    assert [steps(one), steps(other), steps(other)] == [0, 0, EMBEDDINGS]
+
+
+def test_edits_that_nothing_counts(steps: Callable[..., int]) -> None:
+    """Neither identity nor the version counter sees these; wherever in the tensor they are."""
+    tensor = torch.zeros(EMBEDDINGS // 4)
+    array = tensor.numpy()
+    last = len(array) - 1
+    steps(tensor)
+    version = tensor._version
+    for at in (0, 1, 1000, last // 2 + 99, last - 17, last):
+        tensor.data[at] += 1
+        assert steps(tensor) == 0
+        array[at] += 1
+        assert steps(tensor) == 0
+        assert steps(tensor) == EMBEDDINGS
+    assert tensor._version == version
+
+
+def test_edits_in_place_and_through_views(steps: Callable[..., int]) -> None:
+    tensor = torch.randn(1024, EMBEDDINGS // 4096)
+    steps(tensor)
+    for edit in (
+        lambda: tensor.add_(1),
+        lambda: tensor[5].mul_(2),
+        lambda: tensor.view(-1)[-1:].zero_(),
+        lambda: tensor.t()[3].copy_(tensor[0, 0]),
+    ):
+        edit()
+        assert steps(tensor) == 0
+        assert steps(tensor) == EMBEDDINGS
+
+
+def test_tensors_made_in_inference_mode_and_edited(steps: Callable[..., int]) -> None:
+    with torch.inference_mode():
+        tensor = torch.randn(EMBEDDINGS // 4)
+        steps(tensor)
+        assert steps(tensor) == EMBEDDINGS
+        tensor[77] = 5
+        assert steps(tensor) == 0
+        assert steps(tensor) == EMBEDDINGS
+
+
+def test_a_new_tensor_in_the_memory_of_an_old_one(steps: Callable[..., int]) -> None:
+    """It may have the same id, pointer, version and shape."""
+    memory = torch.empty(EMBEDDINGS // 4)
+    for n in range(5):
+        tensor = memory[:].fill_(n)
+        assert steps(tensor) == 0
+        del tensor
+        gc.collect()
+
+
+def test_bits_count_and_not_numbers(steps: Callable[..., int]) -> None:
+    zeros = torch.zeros(EMBEDDINGS // 4)
+    steps(zeros)
+    negative = zeros.clone()
+    negative[99_999] = -0.0
+    assert steps(negative) == 0
+    nan = torch.full((EMBEDDINGS // 4,), float("nan"))
+    assert [steps(nan), steps(nan)] == [0, EMBEDDINGS]
+    same_bits_of_another_dtype = nan.view(torch.int32)
+    assert steps(same_bits_of_another_dtype) == 0
+
+
+def test_a_lazy_view_is_not_taken_for_its_memory(steps: Callable[..., int]) -> None:
+    numbers = torch.complex(torch.randn(EMBEDDINGS // 8), torch.randn(EMBEDDINGS // 8))
+    steps(numbers)
+    assert steps(numbers.conj()) == 0
+    assert steps(numbers.conj().imag) == 0
+
+
+def test_prompts_that_take_turns(sender: SharedTransport, steps: Callable[..., int]) -> None:
+    """The prompt and its negative, one call each at every step, with the same latents."""
+    one, other = torch.randn(EMBEDDINGS // 4), torch.randn(EMBEDDINGS // 4)
+    reused = []
+    for _ in range(6):
+        latents = torch.randn(1000, 64)
+        reused += [steps(latents, one), steps(latents, other)]
+    assert reused[-4:] == [EMBEDDINGS] * 4
+    assert sender.segments == 2
+
+
+def test_calls_of_two_kinds_that_take_turns(steps: Callable[..., int]) -> None:
+    one, other = torch.randn(EMBEDDINGS // 4), torch.randn(EMBEDDINGS // 8)
+    reused = [(steps(one), steps(other)) for _ in range(4)]
+    assert reused[-1] == (EMBEDDINGS, EMBEDDINGS // 2)
+
+
+def test_a_write_that_was_interrupted_is_not_trusted(
+    sender: SharedTransport, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = torch.zeros(EMBEDDINGS // 4), torch.ones(EMBEDDINGS // 4)
+    peer.run(look, send(sender, one, one.clone()))
+
+    def interrupted(tensor: torch.Tensor, there: torch.Tensor, meta: Any) -> None:
+        there[: len(there) // 2].view(torch.float32).fill_(1.0)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("raymod.transport.shared._copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            send(sender, other, one)
+    for tensors in ((one, other), (other, one)):
+        assert peer.run(look, send(sender, *tensors)) == digest(tensors)
