@@ -34,17 +34,17 @@ def deliver(offer: Offer, ticket: Ticket, members: Sequence[Member], ask: Ask) -
         if not can_load:
             far.setdefault(member.spot.node_id, []).append(member)
     if far:
-        _send_pieces(offer, ticket, list(far.values()), ask)
+        _send_pieces(offer, list(far.values()), ask)
     here = [member for member, can_load in zip(members, near, strict=True) if can_load]
     if here:
         ask(here, "load", ticket)
 
 
-def _send_pieces(offer: Offer, ticket: Ticket, nodes: list[list[Member]], ask: Ask) -> None:
+def _send_pieces(offer: Offer, nodes: list[list[Member]], ask: Ask) -> None:
     """The bytes go once to each node: one rank takes them, the others open what that one has."""
     receivers = [members[0] for members in nodes]
     logger.info("sending the weights in pieces to %d nodes", len(nodes))
-    ask(receivers, "receive", ticket)
+    ask(receivers, "receive", offer.ticket_for_pieces)
     for piece in offer.pieces():
         # a reference as an argument: Ray hands the piece itself to the method
         ask(receivers, "receive_piece", ray.put(piece))

@@ -17,13 +17,19 @@ node takes the bytes in pieces, and the others use that one's ticket:
         module = load(receiver.ticket)               # on every rank of the node
         receiver.close()                             # when all have loaded
 
-`free(module)` lets go of the driver's own weights, and `Freed.restore` puts them back.
+`read_pretrained` makes a skeleton and an offer of a model that is only in a folder; a module that
+only the ranks have is described by `pack_skeleton` there and `unpack_skeleton` here.
+
+`free(module)` lets go of the driver's own weights, and `Freed.restore` puts them back; `vacant`
+does the same for a skeleton, which never had any.
 """
 
 from raymod.weights.files import CannotOpenError
 from raymod.weights.loading import Receiver, can_open, load
-from raymod.weights.local import Freed, free
-from raymod.weights.offers import LoaderTicket, MemoryTicket, Offer, Piece, Ticket, offer
+from raymod.weights.local import Freed, free, vacant
+from raymod.weights.offers import LoaderTicket, MemoryTicket, Offer, Piece, Source, Ticket, offer
+from raymod.weights.pretrained import Pretrained, read_pretrained
+from raymod.weights.skeleton import pack_skeleton, unpack_skeleton
 
 __all__ = [
     "CannotOpenError",
@@ -32,10 +38,16 @@ __all__ = [
     "MemoryTicket",
     "Offer",
     "Piece",
+    "Pretrained",
     "Receiver",
+    "Source",
     "Ticket",
     "can_open",
     "free",
     "load",
     "offer",
+    "pack_skeleton",
+    "read_pretrained",
+    "unpack_skeleton",
+    "vacant",
 ]

@@ -23,7 +23,14 @@ import torch
 from raymod.errors import WeightsError
 from raymod.weights import limits
 
-__all__ = ["TOKEN_BYTES", "CannotOpenError", "FileTicket", "SharedFile", "new_token"]
+__all__ = [
+    "TOKEN_BYTES",
+    "CannotOpenError",
+    "FileTicket",
+    "SharedFile",
+    "map_privately",
+    "new_token",
+]
 
 TOKEN_BYTES = 32
 _MARGIN_BYTES = 512 << 20  # left to everybody else
@@ -69,9 +76,7 @@ class FileTicket:
         """
         fd = self._open()
         try:
-            return torch.frombuffer(
-                mmap.mmap(fd, self.size, access=mmap.ACCESS_COPY), dtype=torch.uint8
-            )
+            return map_privately(fd, self.size)
         finally:
             os.close(fd)
 
@@ -167,6 +172,11 @@ class SharedFile:
             f"point TMPDIR to a larger disk, or let each rank load the weights itself: "
             f"weights=lambda: Cls.from_pretrained(path)."
         )
+
+
+def map_privately(fd: int, size: int) -> torch.Tensor:
+    """The file open at `fd` as a flat `uint8` tensor, copy-on-write."""
+    return torch.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def new_token() -> bytes:

@@ -19,22 +19,24 @@ __all__ = ["Receiver", "can_open", "load"]
 def can_open(ticket: Ticket) -> bool:
     """Whether `load` can use the ticket in this process.
 
-    False where the file that it names is not to be had: on another node, in another container.
+    False where a file that it names is not to be had: on another node, in another container.
     Such a rank needs the pieces, or the ticket of a `Receiver` on its node.
     """
-    return isinstance(ticket, LoaderTicket) or ticket.file.opens()
+    if isinstance(ticket, LoaderTicket):
+        return True
+    return ticket.file.opens() and all(file.opens() for file in ticket.needs)
 
 
 def load(ticket: Ticket) -> nn.Module:
     """The module, on the CPU.
 
-    From memory: all ranks of a node share one copy, until one of them writes to a page, which is
-    then its own.
+    All ranks of a node share one copy, in memory or of the checkpoint's pages, until one of them
+    writes to a page, which is then its own.
 
     Raises:
         CannotOpenError: Not in this process; see `can_open`.
-        WeightsError: The module's code is not to be had here, or the loader did not return a
-            module.
+        WeightsError: The module's code or its checkpoint is not to be had here, or the loader did
+            not return a module.
     """
     if isinstance(ticket, LoaderTicket):
         return _call(ticket)

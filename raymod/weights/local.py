@@ -10,7 +10,7 @@ from torch import nn
 
 from raymod.errors import UnsupportedError, WeightsError
 
-__all__ = ["Freed", "free"]
+__all__ = ["Freed", "free", "named_weights", "vacant"]
 
 _Dict = dict[str, "torch.Tensor | None"]
 
@@ -55,8 +55,24 @@ def free(module: nn.Module) -> Freed:
     return Freed(slots)
 
 
+def vacant(skeleton: nn.Module) -> Freed:
+    """The places of the weights of a module that has none here, to be filled by `Freed.restore`.
+
+    Args:
+        skeleton: A module whose weights are on the meta device.
+    """
+    slots = _slots(skeleton)
+    for slot in slots:
+        tensor = slot.tensor
+        empty = torch.empty(0, dtype=tensor.dtype)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        slot.tensor = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        slot.device = torch.device("cpu")
+    return Freed(slots)
+
+
 class Freed:
-    """Weights that were let go of; made by `free`."""
+    """Weights that were let go of, or never were here; made by `free` and `vacant`."""
 
     def __init__(self, slots: list[_Slot]) -> None:
         self._slots = slots
@@ -80,14 +96,18 @@ class Freed:
 
 def _slots(module: nn.Module) -> list[_Slot]:
     slots: dict[int, _Slot] = {}
-    for name, tensor, holder, key in _weights(module):
+    for name, tensor, holder, key in named_weights(module):
         slot = slots.setdefault(id(tensor), _Slot(tensor, tensor.shape, tensor.device, [], []))
         slot.names.append(name)
         slot.places.append((holder, key))
     return list(slots.values())
 
 
-def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, _Dict, str]]:
+def named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, _Dict, str]]:
+    """All parameters and persistent buffers: name, tensor, and the dict and key that hold it.
+
+    A weight that is held in several places comes up with each of its names.
+    """
     for prefix, part in module.named_modules(remove_duplicate=False):
         for holder in (part._parameters, part._buffers):
             for key, tensor in holder.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
@@ -17,18 +17,33 @@ from torch import nn
 
 from raymod.calls import pack
 from raymod.calls.packing import take_apart
-from raymod.errors import ConfigError, PackError, UnsupportedError, WeightsError
+from raymod.errors import ConfigError, PackError, WeightsError
+from raymod.weights.checkpoint import FileRef, Stored, open_checkpoint
 from raymod.weights.files import FileTicket, SharedFile
-from raymod.weights.image import Image
+from raymod.weights.image import Content, Image
+from raymod.weights.mapped import unmodified
+from raymod.weights.matching import match, origin
 from raymod.weights.strip import check_module, without_hooks
 
-__all__ = ["PIECE_BYTES", "LoaderTicket", "MemoryTicket", "Offer", "Piece", "Ticket", "offer"]
+__all__ = [
+    "PIECE_BYTES",
+    "ImageOffer",
+    "LoaderTicket",
+    "MemoryTicket",
+    "Offer",
+    "Piece",
+    "Source",
+    "Ticket",
+    "offer",
+]
 
 PIECE_BYTES = 256 << 20
 _CHUNK_BYTES = 64 << 20
 _LOADER_BYTES = 64 << 20
 
 _Self = TypeVar("_Self", bound="Offer")
+
+Source = str | os.PathLike[str] | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -38,10 +53,12 @@ class MemoryTicket:
     Attributes:
         file: How to open it.
         content_bytes: Length of all pieces together.
+        needs: Files of a checkpoint that a rank must be able to read too, or else take pieces.
     """
 
     file: FileTicket
     content_bytes: int
+    needs: tuple[FileRef, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,9 +92,11 @@ class Offer(ABC):
 
     Attributes:
         warnings: What the user should know about the copy on the ranks.
+        imports: Names of modules that a rank will need to load; it may import them before.
     """
 
     warnings: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
 
     @property
     @abstractmethod
@@ -87,6 +106,11 @@ class Offer(ABC):
         Raises:
             WeightsError: There is no room for the ranks' copy.
         """
+
+    @property
+    def ticket_for_pieces(self) -> Ticket:
+        """What a `Receiver` takes: `pieces` may bring more than the ticket's file holds."""
+        return self.ticket
 
     def pieces(self, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
         """The bytes one piece after the other, for a `Receiver` on each node that needs them.
@@ -113,60 +137,116 @@ class Offer(ABC):
         self.close()
 
 
-def offer(source: str | Callable[[], nn.Module], module: nn.Module) -> Offer:
+def offer(source: Source, module: nn.Module) -> Offer:
     """Offer the weights of `module` to the ranks. Quick: nothing is copied yet.
 
     Args:
-        source: `"auto"` or `"memory"`: the module as it stands here. A function without arguments
-            that returns the module: it runs on each rank.
+        source: `"memory"`: the module as it stands here. `"auto"`: the same, but a weight that is
+            still, byte for byte, a page of the file it was loaded from is not sent to ranks that
+            can map that file. `"checkpoint"`: the checkpoint that the module was loaded from. The
+            path of a checkpoint. Or a function without arguments that returns the module, to be
+            run on each rank.
         module: The user's module, which is not changed.
 
     Raises:
-        WeightsError: The module, or the function, cannot be sent.
-        UnsupportedError: A source that this version does not have.
+        WeightsError: The module, or the function, cannot be sent, or the checkpoint does not fit.
         ConfigError: Something that is no source.
     """
-    if isinstance(source, str) and source in ("auto", "memory"):
-        return _MemoryOffer(module)
+    if isinstance(source, str) and source == "memory":
+        return ImageOffer(module)
+    if isinstance(source, str) and source == "auto":
+        return ImageOffer(module, unmodified(module), or_pieces=True)
     if isinstance(source, (str, os.PathLike)):
-        raise UnsupportedError(
-            f"weights={source!r}: this version does not read checkpoints by path. Give a function "
-            f"that each rank calls instead: weights=lambda: {type(module).__name__}"
-            f".from_pretrained({os.fspath(source)!r})."
-        )
+        return _from_checkpoint(source, module)
     if isinstance(source, nn.Module) or not callable(source):
         raise ConfigError(
-            f"weights must be 'auto', 'memory', or a function without arguments that returns the "
-            f"module, not {type(source).__name__}"
+            f"weights must be 'auto', 'memory', 'checkpoint', the path of a checkpoint, or a "
+            f"function without arguments that returns the module, not {type(source).__name__}"
         )
     return _LoaderOffer(source)
 
 
-class _MemoryOffer(Offer):
-    """The module as it stands in this process."""
+def _from_checkpoint(source: str | os.PathLike[str], module: nn.Module) -> Offer:
+    if source == "checkpoint":
+        checkpoint = origin(module)
+    elif isinstance(source, os.PathLike) or os.path.exists(os.path.expanduser(source)):
+        checkpoint = open_checkpoint(source)
+    else:
+        raise ConfigError(
+            f"weights={source!r} is neither 'auto', 'memory' or 'checkpoint' nor a path that "
+            f"exists here. To load something else, give a function that each rank calls: "
+            f"weights=lambda: {type(module).__name__}.from_pretrained({source!r})."
+        )
+    found = match(module, checkpoint)
+    warnings: tuple[str, ...] = ()
+    if found.missing:
+        warnings = (
+            f"{len(found.missing)} weights of the {type(module).__name__} are not in "
+            f"{checkpoint.path} ({found.missing[0]}, ...): they are sent as they are here",
+        )
+    return ImageOffer(module, found.contents, warnings=warnings)
 
-    def __init__(self, module: nn.Module) -> None:
-        self.warnings = check_module(module)
+
+class ImageOffer(Offer):
+    """A module that stands in this process, whole or without some of its weights.
+
+    Args:
+        module: The module.
+        contents: By the `id` of a tensor of the module, what the ranks get in its place.
+        or_pieces: Whether a rank that cannot read the files of `contents` gets the tensors instead.
+        warnings: What the user should know.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        contents: Mapping[int, Content] | None = None,
+        *,
+        or_pieces: bool = False,
+        warnings: tuple[str, ...] = (),
+    ) -> None:
+        contents = contents or {}
+        bare = any(parameter.is_meta for parameter in module.parameters())
+        self.warnings = check_module(module, contents) + warnings
+        self.imports = _modules_of(module)
         try:
             skeleton, tensors = take_apart(
-                module, what=type(module).__name__, reduce=without_hooks(module)
+                module, what=type(module).__name__, reduce=without_hooks(module), meta=bare
             )
         except PackError as error:
             raise WeightsError(f"the module cannot be sent to the ranks: {error}") from error
-        self._image: Image | None = Image(skeleton, tensors)
+        chosen = [contents.get(id(tensor), tensor) for tensor in tensors]
+        self._image: Image | None = Image(skeleton, chosen)
+        self._for_pieces: Image | None = self._image
+        if or_pieces and contents:
+            self._for_pieces = Image(skeleton, tensors)
+        files = [content.file for content in chosen if isinstance(content, Stored)]
+        self._needs = tuple(dict.fromkeys(files)) if or_pieces else ()
         self._file: SharedFile | None = None
 
     @property
     def ticket(self) -> MemoryTicket:
+        """What `load` takes; the first use writes the copy that the ranks share."""
         image = self._open_image()
         if self._file is None:
             self._file = _written(image)
-        return MemoryTicket(self._file.ticket(image.token), image.content_bytes)
+        return MemoryTicket(self._file.ticket(image.token), image.content_bytes, self._needs)
+
+    @property
+    def ticket_for_pieces(self) -> MemoryTicket:
+        """What a `Receiver` takes."""
+        image = self._for_pieces
+        if image is None or image is self._open_image():
+            return self.ticket
+        # only the Receiver's own file is ever opened
+        return MemoryTicket(FileTicket("", image.size, image.token), image.content_bytes)
 
     def pieces(self, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+        """The bytes one piece after the other."""
         chunks: list[tuple[int, npt.NDArray[np.uint8]]] = []
         size = 0
-        for offset, data in self._open_image().chunks(min(piece_bytes, _CHUNK_BYTES)):
+        image = self._for_pieces or self._open_image()
+        for offset, data in image.chunks(min(piece_bytes, _CHUNK_BYTES)):
             if size + len(data) > piece_bytes:
                 yield Piece(tuple(chunks))
                 chunks, size = [], 0
@@ -175,9 +255,10 @@ class _MemoryOffer(Offer):
         yield Piece(tuple(chunks))
 
     def close(self) -> None:
+        """Let go of the shared copy; ranks that have loaded keep their module."""
         if self._file is not None:
             self._file.close()
-        self._file = self._image = None
+        self._file = self._image = self._for_pieces = None
 
     def _open_image(self) -> Image:
         if self._image is None:
@@ -221,6 +302,18 @@ def _written(image: Image) -> SharedFile:
         file.close()
         raise
     return file
+
+
+def _modules_of(module: nn.Module) -> tuple[str, ...]:
+    """Where the code of a module and its parts is, as far as ranks import it by name."""
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    names = dict.fromkeys(type(part).__module__ for part in module.modules())
+    return tuple(
+        name
+        for name in names
+        if name != "__main__"
+        and not any(name == other or name.startswith(f"{other}.") for other in by_value)
+    )
 
 
 def _check_signature(function: Callable[[], nn.Module]) -> None:

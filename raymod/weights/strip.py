@@ -6,7 +6,7 @@ The user's module is never changed: the parts are left out of the copy while it 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import nn
@@ -57,8 +57,12 @@ _CACHE_ADVICE = "a cache is on. Call {root}.disable_cache() before you wrap it."
 _OTHER_ADVICE = "Take the hook off before you wrap it."
 
 
-def check_module(module: nn.Module) -> tuple[str, ...]:
+def check_module(module: nn.Module, elsewhere: Container[int] = ()) -> tuple[str, ...]:
     """Refuse a module that cannot be shipped.
+
+    Args:
+        module: The module.
+        elsewhere: The ids of tensors that need no data here.
 
     Returns:
         What the user should know about the copy on the ranks.
@@ -76,7 +80,7 @@ def check_module(module: nn.Module) -> tuple[str, ...]:
             )
         _check_hf_hook(name, part)
         _check_diffusers_hook(name, part, root)
-    _check_data(module, root)
+    _check_data(module, root, elsewhere)
     return tuple(_warnings(module))
 
 
@@ -136,9 +140,9 @@ def _check_diffusers_hook(name: str, module: nn.Module, root: str) -> None:
         raise WeightsError(f"{name} has the diffusers hook {hook!r}: {advice}")
 
 
-def _check_data(module: nn.Module, root: str) -> None:
+def _check_data(module: nn.Module, root: str, elsewhere: Container[int]) -> None:
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    missing = [name for name, tensor in tensors if tensor.is_meta]
+    missing = [name for name, tensor in tensors if tensor.is_meta and id(tensor) not in elsewhere]
     if not missing:
         return
     hooked = any(hasattr(part, "_hf_hook") for part in module.modules())

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raymod import weights
-from raymod.errors import ConfigError, UnsupportedError, WeightsError
+from raymod.errors import ConfigError, WeightsError
 from raymod.weights import limits
 from raymod.weights.files import SharedFile
 from tests import models
@@ -255,12 +255,6 @@ def test_weights_without_data_are_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(WeightsError, match=r"2 of 4 weights .* '1\.weight' .*Load them first"):
         weights.offer("auto", module)
-
-
-@pytest.mark.parametrize("source", ["/some/checkpoint", Path("/some/checkpoint")])
-def test_checkpoint_paths_point_to_the_loader(source: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"lambda: Linear\.from_pretrained\('/some/check"):
-        weights.offer(source, nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("source", [None, 3, nn.Linear(1, 1)])
