@@ -18,6 +18,7 @@ class RankActor:
 
     def __init__(self) -> None:
         self.worker: Any = None
+        self.broken: Exception | None = None
 
     def place(self, environ: dict[str, str], overwrite: bool) -> dict[str, Any]:
         """Adopt the driver's variables, and say where this process is."""
@@ -44,21 +45,37 @@ class RankActor:
             "host": host,
         }
 
-    def build(self, seat: bytes) -> dict[str, Any]:
+    def warm(self) -> None:
+        """Import what every rank needs, before it is asked for anything."""
+        try:
+            import raymod.worker  # noqa: F401
+        except Exception as error:  # `build` tells; importing torch a second time would not
+            self.broken = error
+
+    def build(self, seat: bytes, imports: Any) -> dict[str, Any]:
         """Make the worker; importing what it needs takes most of a rank's start.
 
         Args:
             seat: What `Worker` is made with, pickled.
+            imports: Modules that the user's module is made of, imported while the driver lays out
+                the weights.
 
         Returns:
             The worker's `RankInfo` as "info", or what stood in the way.
         """
-        try:
-            import pickle
+        import contextlib
+        import importlib
+        import pickle
 
+        try:
+            if self.broken is not None:
+                raise self.broken
             from raymod.worker import Worker
 
             self.worker = Worker(**pickle.loads(seat))
+            for name in imports:
+                with contextlib.suppress(Exception):  # told when the module is loaded
+                    importlib.import_module(name)
             return {"info": self.worker.hello()}
         except Exception as error:
             import traceback

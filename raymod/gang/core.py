@@ -182,7 +182,7 @@ class Gang:
             replies = self._exchange(
                 lambda actor: actor.forward.remote(parcel), self._asked.config.call_timeout_s
             )
-        parts = self._values(replies)
+            parts = self._values(replies)  # in turn: a transport may use their room again
         self._warn(text for reply in replies for text in reply.warnings)
         how = next((reply.join for reply in replies if reply.parcel is not None), None)
         return parts[0] if how is None else join(parts, how)
@@ -226,7 +226,7 @@ class Gang:
                 lambda actor: actor.run.remote(parcel, reply_rank in (None, ranks[actor])),
                 limit_s,
             )
-        return self._values(replies)
+            return self._values(replies)
 
     def health(self, timeout_s: float = 5.0) -> tuple[Health, ...]:
         """How each rank is, also during a call; a rank that does not answer is not `ok`.

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from raymod.transport import Transport
 from raymod.weights import Offer, Ticket
 from raymod.worker import RankInfo, versions
 
-__all__ = ["Asked", "Existing", "default_world_size", "start"]
+__all__ = ["Asked", "Existing", "Undecided", "default_world_size", "start"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,25 @@ _SELF_TEST_S = 60.0
 # What takes long, for the progress line.
 _DOING = {
     "place": "Ray starts the processes",
-    "build": "the ranks import torch",
-    "load": "the ranks import the model's code and load it",
+    "build": "the ranks import torch and the model's code",
+    "load": "the ranks load the model",
     "receive_piece": "sending to other nodes",
 }
 # Beyond the limit of a call, so that the driver's is the one that strikes.
 _COLLECTIVE_MARGIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """Degrees that only the module can tell, of a module that only the ranks will have.
+
+    Attributes:
+        world_size: Number of ranks.
+        decide: The degrees, from what rank 0's `skeleton` answers once it has loaded the module.
+    """
+
+    world_size: int
+    decide: Callable[[Any], Degrees]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +74,7 @@ class Asked:
     """
 
     config: GangConfig
-    degrees: Degrees
+    degrees: Degrees | Undecided
     parallel: ParallelConfig
     prepare: PrepareConfig
     transport: Transport
@@ -151,11 +164,14 @@ class _Start:
         self._meet(members)
         self.progress.enter("loading")
         deliver(load, ticket, members, self._ask)
+        degrees = self.asked.degrees
+        if isinstance(degrees, Undecided):
+            degrees = degrees.decide(self._ask(members[:1], "skeleton")[0])
         self.progress.enter("splitting")
         reports = self._ask(
             members,
             "prepare",
-            degrees=self.asked.degrees,
+            degrees=degrees,
             parallel=self.asked.parallel,
             config=self.asked.prepare,
         )
@@ -196,6 +212,8 @@ class _Start:
         unplaced = [Member(slot, actor, _nowhere(slot)) for slot, actor in enumerate(created)]
         overwrite = self.config.overwrite_env
         asked = {member: member.actor.place.remote(environ, overwrite) for member in unplaced}
+        for actor in created:  # in line behind `place`: no rank waits for the others' answers
+            actor.warm.remote()
         facts = self._wait(unplaced, asked, "place")
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         spots = [
@@ -237,7 +255,7 @@ class _Start:
                 "transport": self.asked.transport,
             }
             # in bytes: the rank opens it when it can say what goes wrong
-            refs[member] = member.actor.build.remote(cloudpickle.dumps(seat))
+            refs[member] = member.actor.build.remote(cloudpickle.dumps(seat), load.imports)
         # most of this time the ranks import; meanwhile the weights are laid out for them
         ticket = load.ticket
         infos = []

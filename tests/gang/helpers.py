@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ray.util import placement_group_table
 from torch import nn
 
 from raymod import weights
@@ -71,6 +72,11 @@ def start(
             config=GangConfig(**config),
             progress=progress,
         )
+
+
+def placement_groups() -> set[str]:
+    """Those that hold or want resources."""
+    return {k for k, v in placement_group_table().items() if v["state"] != "REMOVED"}
 
 
 def pids(gang: Gang) -> list[int]:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,17 @@ from raymod.errors import (
 )
 from raymod.gang import Gang
 from tests.conftest import RayForTests
-from tests.gang.helpers import is_running, nap, pids, start, stop_here, wait_for, who
+from tests.gang.helpers import (
+    Probe,
+    is_running,
+    nap,
+    pids,
+    placement_groups,
+    start,
+    stop_here,
+    wait_for,
+    who,
+)
 
 pytestmark = [
     pytest.mark.gang,
@@ -161,6 +172,28 @@ def test_a_gang_that_nobody_holds_ends(ray_session: RayForTests) -> None:
     gc.collect()
     assert wait_for(lambda: not any(is_running(pid) for pid in numbers))
     assert wait_for(lambda: placement_group_table(group)["state"] == "REMOVED")
+
+
+def test_ctrl_c_while_it_starts(ray_session: RayForTests, tmp_path: Path) -> None:
+    def load() -> Probe:
+        Path(tmp_path, str(os.getpid())).touch()
+        time.sleep(600)
+        return Probe()
+
+    def interrupt() -> None:
+        wait_for(lambda: len(list(tmp_path.iterdir())) == 2, limit_s=60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = placement_groups()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        start(load=load)
+    thread.join()
+    numbers = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(numbers) == 2
+    assert not any(is_running(pid) for pid in numbers)
+    assert placement_groups() == before
 
 
 def test_an_interrupted_call_that_ended_badly_is_told_by_the_next(gang: Gang) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from raymod.config import GangConfig
+from raymod.gang import placement
 from raymod.gang.environment import NOSET, forwarded, runtime_env
 from raymod.gang.placement import Spot, Wanted, cpu_share, in_rank_order
 
@@ -71,6 +73,18 @@ def test_what_is_wanted_in_words() -> None:
     wanted = Wanted(count=2, cpus=0.5, gpus=1, strategy="PACK")
     assert str(wanted) == "2 ranks want 1 CPU and 2 GPU (0.5 CPU + 1 GPU each, PACK)"
     assert Wanted(count=1, cpus=0, gpus=0, strategy="PACK").bundle == {"CPU": 0.01}
+
+
+def test_a_node_that_is_not_registered_yet_is_waited_for(  # R24
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    empty = {"Alive": True, "Resources": {}}
+    ready = {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}}
+    answers = [[], [empty], [{**ready, "Alive": False}], [empty, ready]]
+    monkeypatch.setattr(placement.ray, "nodes", lambda: answers.pop(0))
+    monkeypatch.setattr(placement.ray, "available_resources", lambda: {"CPU": 8.0})
+    wanted = placement.decide(GangConfig(), 2, deadline=time.monotonic() + 10)
+    assert (wanted.gpus, wanted.cpus, answers) == (1.0, 1.0, [])
 
 
 ENVIRON = {

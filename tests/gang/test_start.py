@@ -28,7 +28,16 @@ from raymod.errors import (
 )
 from raymod.gang import Gang, default_world_size
 from tests.conftest import RayForTests
-from tests.gang.helpers import Plain, Probe, environ, is_running, pids, start, wait_for
+from tests.gang.helpers import (
+    Plain,
+    Probe,
+    environ,
+    is_running,
+    pids,
+    placement_groups,
+    start,
+    wait_for,
+)
 
 pytestmark = [
     pytest.mark.gang,
@@ -44,14 +53,10 @@ X = torch.tensor(2.0)
 def nothing_left(ray_session: RayForTests) -> Iterator[None]:
     """What was free before a test is free after it, and its placement groups are gone."""
     free = ray.available_resources().get("CPU", 0)
-    groups = _groups()
+    groups = placement_groups()
     yield
-    assert wait_for(lambda: _groups() == groups), placement_group_table()
+    assert wait_for(lambda: placement_groups() == groups), placement_group_table()
     assert wait_for(lambda: ray.available_resources().get("CPU", 0) >= free)
-
-
-def _groups() -> set[str]:
-    return {k for k, v in placement_group_table().items() if v["state"] != "REMOVED"}
 
 
 def test_more_than_there_is_is_said_within_the_limit() -> None:  # R01
