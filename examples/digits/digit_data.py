@@ -32,7 +32,7 @@ class Pose:
     angle: float = 0.0
     scale: float = 1.0
     shift: tuple[float, float] = (0.0, 0.0)
-    ink: float = 0.5
+    ink: float = 0.55
 
 
 def draw(image: NDArray[Any], pose: Pose = Pose()) -> Floats:
@@ -95,10 +95,10 @@ def varied_pictures(variants: int, seed: int) -> tuple[Floats, NDArray[np.int64]
         pictures.append(draw(image))
         for _ in range(variants - 1):
             pose = Pose(
-                angle=random.uniform(-8, 8),
-                scale=random.uniform(0.93, 1.04),
-                shift=(random.uniform(-1, 1), random.uniform(-1, 1)),
-                ink=random.uniform(0.44, 0.58),
+                angle=random.uniform(-6, 6),
+                scale=random.uniform(0.96, 1.03),
+                shift=(random.uniform(-0.6, 0.6), random.uniform(-0.6, 0.6)),
+                ink=random.uniform(0.51, 0.59),
             )
             pictures.append(draw(image, pose))
     return np.stack(pictures), np.repeat(labels, variants)

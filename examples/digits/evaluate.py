@@ -1,6 +1,6 @@
 """How good the demo pipeline's digits are, judged by a classifier fitted on the real ones.
 
-python examples/digits/evaluate.py [--model DIR] [--sheet sheet.png]
+python examples/digits/evaluate.py [--model DIR] [--sheet FILE]
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def evaluate(pipe: FluxPipeline, steps: int, sheet: Path) -> bool:
     for name, pictures in others.items():
         held = "  (wording not trained on)" if name in HELD_OUT else ""
         print(f"recognised, {name!r}: {recognised(pictures)} of {len(labels)}{held}")
+    sheet.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(plain, sheet, EACH)
     print(f"wrote {sheet}: one digit a row")
     return count >= NEEDED
@@ -145,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=shipped, help="folder of the pipeline")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--sheet", type=Path, default=Path("digits-sheet.png"))
+    parser.add_argument("--sheet", type=Path, default=Path("outputs/digits.png"))
     options = parser.parse_args()
     pipe = FluxPipeline.from_pretrained(options.model, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
