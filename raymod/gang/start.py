@@ -23,6 +23,7 @@ from raymod.gang.actor import by_value
 from raymod.gang.cleanup import Cleanup
 from raymod.gang.deliver import deliver
 from raymod.gang.environment import forwarded, runtime_env
+from raymod.gang.lines import Lines
 from raymod.gang.placement import Bundles, Spot
 from raymod.gang.progress import Progress
 from raymod.gang.ranks import Member, collect, host_id, judge, kill
@@ -93,6 +94,7 @@ class Existing:
         session: The connection to Ray.
         bundles: Where Ray reserved resources for it.
         members: The ranks, in order.
+        lines: How they are reached.
         infos: What each rank says of itself.
         split: What was split, in words.
         warnings: What the user should know.
@@ -103,6 +105,7 @@ class Existing:
     session: Session
     bundles: Bundles
     members: tuple[Member, ...]
+    lines: Lines
     infos: tuple[RankInfo, ...]
     split: str
     warnings: tuple[str, ...]
@@ -155,6 +158,7 @@ class _Start:
         self.progress.enter("placing")
         self.session = session.attach(self.config)
         self.cleanup.add(session.release, self.session)
+        self.cleanup.add(self.asked.transport.forget)
         self.cleanup.add(self.ranks.run)
         self.wanted = placement.decide(self.config, self.asked.world_size, deadline=self.deadline)
         bundles = self._place()
@@ -175,6 +179,7 @@ class _Start:
             parallel=self.asked.parallel,
             config=self.asked.prepare,
         )
+        lines = self._connect(members)
         self.progress.enter("ready")
         warnings = [*load.warnings, *(w for info in infos for w in info.warnings)]
         warnings += reports[0].warnings
@@ -182,6 +187,7 @@ class _Start:
             session=self.session,
             bundles=bundles,
             members=members,
+            lines=lines,
             infos=infos,
             split=reports[0].split,
             warnings=tuple(dict.fromkeys(warnings)),
@@ -302,6 +308,20 @@ class _Start:
         whole, self.deadline = self.deadline, time.monotonic() + limit_s
         self._ask(members, "self_test", limit_s)
         self.deadline = whole
+
+    def _connect(self, members: Sequence[Member]) -> Lines:
+        """The ways that calls take; afterwards ranks may be asked through these only."""
+        lines = Lines(members, self.asked.transport)
+        self.ranks.add(lines.close)
+        if self.config.transport != "ray":
+            reasons = lines.connect(deadline=self.deadline)
+            if reasons and self.config.transport == "shared":
+                rank, reason = min(reasons.items())
+                raise GangStartError(
+                    f"transport='shared', but {members[rank]} does not share memory with this "
+                    f"process: {reason}. With transport='auto' such ranks are called through Ray."
+                )
+        return lines
 
     # -- asking --------------------------------------------------------------------------------
 
