@@ -125,9 +125,11 @@ def steps() -> Steps | None:
     try:
         for group in dist.distributed_c10d._world.pg_map:
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-            if len(ranks) > 1:
-                number: Any = group._get_sequence_number_for_group  # type: ignore[attr-defined]
-                counts.append((ranks, int(number())))
+            if len(ranks) == 1:
+                continue
+            for device in group._device_types:  # a group of several backends has no own count
+                backend: Any = group._get_backend(device)
+                counts.append((ranks, int(backend._get_sequence_number_for_group())))
     except (AttributeError, RuntimeError):  # private names of torch
         return None
     return tuple(counts)
