@@ -37,6 +37,7 @@ REFUSED: dict[str, str] = {
     "set_extra_state": _UNWRAP,
     "set_submodule": _UNWRAP,
     "share_memory": _UNWRAP,
+    "smart_apply": _BEFORE,
     "to_empty": _UNWRAP,
     "type": "use .to(dtype) instead",
     # adapters
