@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raymod.api import unwrap, wrap
+    from raymod.api import from_loader, from_pretrained, unwrap, wrap
     from raymod.config import GangConfig, ParallelConfig, PrepareConfig
     from raymod.errors import (
         CallTimeoutError,
@@ -49,6 +49,8 @@ __all__ = [
     "StubClosedError",
     "UnsupportedError",
     "WeightsError",
+    "from_loader",
+    "from_pretrained",
     "unwrap",
     "wrap",
 ]
@@ -58,6 +60,8 @@ _HOMES = {
     "ParallelConfig": "raymod.config",
     "PrepareConfig": "raymod.config",
     "RemoteModule": "raymod.module",
+    "from_loader": "raymod.api",
+    "from_pretrained": "raymod.api",
     "unwrap": "raymod.api",
     "wrap": "raymod.api",
 }

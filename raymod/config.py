@@ -163,6 +163,9 @@ class GangConfig:
             ranks share a node, else Ray's address of rank 0's node.
         all_gpus_visible: Let each rank see all GPUs of its node and use its own by index.
         self_test: Try one collective at the start.
+        transport: How calls travel. `"auto"`: through shared memory to ranks that share it with
+            the driver, which is tried, and through Ray to the others. `"ray"`: through Ray to all.
+            `"shared"`: refuse to start if a rank does not share memory with the driver.
         ray_init: Further arguments of `ray.init`, used only if raymod starts Ray.
         object_store_memory_bytes: Size of the object store, used only if raymod starts Ray.
 
@@ -185,6 +188,7 @@ class GangConfig:
     master_address: str | None = None
     all_gpus_visible: bool = False
     self_test: bool = True
+    transport: str = "auto"
     ray_init: Mapping[str, Any] = field(default_factory=dict)
     object_store_memory_bytes: int | None = None
 
@@ -199,6 +203,10 @@ class GangConfig:
             raise ConfigError(
                 f"placement_strategy={self.placement_strategy!r} is none of Ray's: "
                 f"{', '.join(_STRATEGIES)}"
+            )
+        if self.transport not in _TRANSPORTS:
+            raise ConfigError(
+                f"transport={self.transport!r} is none of {', '.join(map(repr, _TRANSPORTS))}"
             )
         if self.bundle_indices is not None:
             self._check_bundles()
@@ -222,6 +230,7 @@ class GangConfig:
             raise ConfigError(f"bundle_indices={indices!r} must be distinct, non-negative integers")
 
 
+_TRANSPORTS = ("auto", "ray", "shared")
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 

@@ -100,6 +100,12 @@ class RankActor:
         """See `Worker.run`."""
         return self.worker.run(parcel, replies=replies)
 
+    def serve(self, ticket: Any) -> str:
+        """See `raymod.worker.serving.serve`."""
+        from raymod.worker.serving import serve
+
+        return serve(self.worker, ticket)
+
     def health(self) -> Any:
         """See `Worker.health`."""
         return self.worker.health()

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from raymod.calls import pack, unpack
+from raymod.calls import Packed, pack, unpack
 from raymod.calls.joining import join
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
 from raymod.errors import (
@@ -30,8 +30,8 @@ from raymod.errors import (
 from raymod.gang.interrupts import interrupt_deferred
 from raymod.gang.progress import Progress
 from raymod.gang.ranks import Member, Outcome, collect, in_step, judge
-from raymod.gang.start import Asked, Existing, start
-from raymod.transport import RayTransport, Transport
+from raymod.gang.start import Asked, Existing, Undecided, start
+from raymod.transport import CannotOpenError, RayTransport, Transport
 from raymod.weights import Offer
 from raymod.worker import Health, RankInfo, Reply, Worker
 
@@ -101,7 +101,7 @@ class Gang:
     def start(
         cls,
         *,
-        degrees: Degrees,
+        degrees: Degrees | Undecided,
         load: Offer,
         config: GangConfig | None = None,
         parallel: ParallelConfig | None = None,
@@ -112,13 +112,15 @@ class Gang:
         """Start the ranks, give them the module and let them split it: all or nothing.
 
         Args:
-            degrees: How many ways along each split; their product is the number of ranks.
+            degrees: How many ways along each split; their product is the number of ranks. Or how
+                to decide, once the module is there.
             load: Where the weights come from: what `raymod.weights.offer` gives.
             config: Where and how the ranks run.
             parallel: What was asked of the split.
             prepare: What each rank does to its module.
             progress: Called with the name of each phase, instead of the progress line.
-            transport: How calls travel. None: through Ray's object store.
+            transport: How calls travel to ranks that share no memory with this process. None:
+                through Ray's object store.
 
         Raises:
             CapacityError: The cluster does not have what the ranks need.
@@ -176,13 +178,16 @@ class Gang:
             StubClosedError: The gang was closed.
         """
         self._check_open()
-        packed = pack((tuple(args), dict(kwargs)), what="argument")
+        lines = self._existing.lines
+        packed = pack((tuple(args), dict(kwargs)), what="argument", as_it_is=True)
         with self._my_turn():
-            parcel = self._asked.transport.send(packed)
+            sent = lines.send(packed)
             replies = self._exchange(
-                lambda actor: actor.forward.remote(parcel), self._asked.config.call_timeout_s
+                lambda member: lines.ask(member, "forward", sent),
+                self._asked.config.call_timeout_s,
             )
-            parts = self._values(replies)  # in turn: a transport may use their room again
+            received = self._received(replies)
+        parts = list(map(unpack, received))
         self._warn(text for reply in replies for text in reply.warnings)
         how = next((reply.join for reply in replies if reply.parcel is not None), None)
         return parts[0] if how is None else join(parts, how)
@@ -218,15 +223,18 @@ class Gang:
         if reply_rank is not None and not 0 <= reply_rank < self.world_size:
             raise ConfigError(f"reply_rank={reply_rank}: there are {self.world_size} ranks")
         limit_s = self._asked.config.call_timeout_s if timeout_s is None else timeout_s
-        packed = pack((method, args, kwargs), what="argument")
-        ranks = {m.actor: m.rank for m in self._existing.members}
+        lines = self._existing.lines
+        packed = pack((method, args, kwargs), what="argument", as_it_is=True)
         with self._my_turn():
-            parcel = self._asked.transport.send(packed)
+            sent = lines.send(packed)
             replies = self._exchange(
-                lambda actor: actor.run.remote(parcel, reply_rank in (None, ranks[actor])),
+                lambda member: lines.ask(
+                    member, "run", sent, replies=reply_rank in (None, member.rank)
+                ),
                 limit_s,
             )
-            return self._values(replies)
+            received = self._received(replies)
+        return list(map(unpack, received))
 
     def health(self, timeout_s: float = 5.0) -> tuple[Health, ...]:
         """How each rank is, also during a call; a rank that does not answer is not `ok`.
@@ -283,9 +291,10 @@ class Gang:
         if interrupted or not self._existing.session.is_live():
             return
         with suppress(Exception):  # what stands in the way is killed
-            refs = {m.actor.answer.remote("close"): m for m in self._existing.members}
+            lines = self._existing.lines
+            asked = {lines.ask(m, "answer", "close"): m for m in self._existing.members}
             limit_s = self._asked.config.close_timeout_s
-            collect(refs, deadline=time.monotonic() + limit_s)
+            lines.collect(asked, deadline=time.monotonic() + limit_s)
 
     # -- within --------------------------------------------------------------------------------
 
@@ -315,11 +324,11 @@ class Gang:
         finally:
             self._turn.release()
 
-    def _exchange(self, submit: Callable[[Any], Any], limit_s: float) -> list[Reply]:
+    def _exchange(self, ask: Callable[[Member], Any], limit_s: float) -> list[Reply]:
         """Ask all ranks and settle what comes of it."""
         with interrupt_deferred():  # asked by half, the ranks that were would wait for the others
-            self._flight = {submit(m.actor): m for m in self._existing.members}
-        outcome = collect(
+            self._flight = {ask(member): member for member in self._existing.members}
+        outcome = self._existing.lines.collect(
             self._flight, deadline=time.monotonic() + limit_s, look=self._check_not_closed
         )
         self._flight = {}
@@ -332,7 +341,7 @@ class Gang:
             return
         logger.info("waiting for the ranks to finish the call that was interrupted")
         limit_s = self._asked.config.call_timeout_s
-        outcome = collect(
+        outcome = self._existing.lines.collect(
             self._flight, deadline=time.monotonic() + limit_s, look=self._check_not_closed
         )
         self._flight = {}
@@ -359,11 +368,12 @@ class Gang:
         if not in_step(outcome, self.world_size):
             return False
         limit = time.monotonic() + _STEP_TEST_S
+        lines = self._existing.lines
         with interrupt_deferred():
-            refs = {
-                m.actor.answer.remote("self_test", _STEP_TEST_S): m for m in self._existing.members
+            asked = {
+                lines.ask(m, "answer", "self_test", _STEP_TEST_S): m for m in self._existing.members
             }
-        tested = collect(refs, deadline=limit)
+        tested = lines.collect(asked, deadline=limit)
         return judge(tested, self._existing.members) is None and not tested.silent
 
     def _late(self, outcome: Outcome) -> CallTimeoutError:
@@ -381,9 +391,17 @@ class Gang:
         if self._seen.closed:
             raise StubClosedError("the gang was closed during the call")
 
-    def _values(self, replies: list[Reply]) -> list[Any]:
-        receive = self._asked.transport.receive
-        return [unpack(receive(reply.parcel)) for reply in replies if reply.parcel is not None]
+    def _received(self, replies: list[Reply]) -> list[Packed]:
+        """What the ranks sent; in this turn, as their memory is used again in the next."""
+        receive = self._existing.lines.receive
+        try:
+            return [receive(reply.rank, reply.parcel) for reply in replies if reply.parcel]
+        except CannotOpenError as error:
+            if self._seen.closing:
+                raise StubClosedError("the gang was closed during the call") from error
+            gone = RankDiedError(f"a rank ended before what it sent could be read: {error}")
+            self._end_as_failed(gone)
+            raise gone from error
 
     def _warn(self, texts: Any) -> None:
         """Say each text once, at the line of the user's that led here."""

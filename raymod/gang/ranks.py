@@ -16,7 +16,17 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from raymod.errors import RankDiedError, RankError, RankFailure
 from raymod.gang.placement import Spot
 
-__all__ = ["Member", "Outcome", "collect", "host_id", "in_step", "judge", "kill"]
+__all__ = [
+    "Member",
+    "Outcome",
+    "cause_of_death",
+    "collect",
+    "fetch",
+    "host_id",
+    "in_step",
+    "judge",
+    "kill",
+]
 
 # A rank that raises leaves the others in a collective for good. So long they have to answer too.
 GRACE_S = 2.0
@@ -63,11 +73,41 @@ class Outcome:
     waited_s: float
 
 
+def fetch(ref: Any, member: Member, deadline: float) -> Any:
+    """The answer; a RankFailure if it is an exception; a text if the rank is gone."""
+    try:
+        return ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
+    except RayActorError as error:
+        return cause_of_death(error)
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        failure = RankFailure.of(cause, rank=member.rank, node=member.spot.node_address)
+        return RankFailure(
+            rank=failure.rank,
+            node=failure.node,
+            type_name=failure.type_name,
+            message=failure.message,
+            traceback=error.traceback_str,
+            pickled=failure.pickled,
+        )
+    except RayError as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # the answer arrived and cannot be read here
+        return RankFailure.of(error, rank=member.rank, node=member.spot.node_address)
+
+
+def _wait(refs: Sequence[Any], timeout_s: float) -> list[Any]:
+    ready: list[Any] = ray.wait(list(refs), num_returns=1, timeout=timeout_s)[0]
+    return ready
+
+
 def collect(
     refs: Mapping[Any, Member],
     *,
     deadline: float,
     look: Callable[[], None] = lambda: None,
+    wait: Callable[[Sequence[Any], float], list[Any]] = _wait,
+    fetch: Callable[[Any, Member, float], Any] = fetch,
 ) -> Outcome:
     """Wait for the answers of all ranks, or for what makes waiting pointless.
 
@@ -78,6 +118,8 @@ def collect(
         refs: Ray's promise of each member's answer.
         deadline: Limit, on the monotonic clock.
         look: Called between waits; may raise.
+        wait: `wait(refs, timeout_s)` gives those whose answer is there, as soon as there is one.
+        fetch: `fetch(ref, member, deadline)` gives the answer, or what came instead.
     """
     began = time.monotonic()
     pending = dict(refs)
@@ -88,11 +130,11 @@ def collect(
         now = time.monotonic()
         if now >= deadline:
             break
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(_SLICE_S, deadline - now))
+        ready = wait(list(pending), min(_SLICE_S, deadline - now))
         look()
         for ref in ready:
             member = pending.pop(ref)
-            answer = _fetch(ref, member, deadline)
+            answer = fetch(ref, member, deadline)
             if isinstance(answer, str):
                 deaths[member.rank] = answer
                 continue
@@ -205,30 +247,7 @@ def _failure(answer: Any) -> RankFailure | None:
     return failure if isinstance(failure, RankFailure) else None
 
 
-def _fetch(ref: Any, member: Member, deadline: float) -> Any:
-    """The answer; a RankFailure if it is an exception; a text if the rank is gone."""
-    try:
-        return ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
-    except RayActorError as error:
-        return _cause_of_death(error)
-    except RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, Exception) else error
-        failure = RankFailure.of(cause, rank=member.rank, node=member.spot.node_address)
-        return RankFailure(
-            rank=failure.rank,
-            node=failure.node,
-            type_name=failure.type_name,
-            message=failure.message,
-            traceback=error.traceback_str,
-            pickled=failure.pickled,
-        )
-    except RayError as error:
-        return f"{type(error).__name__}: {error}"
-    except Exception as error:  # the answer arrived and cannot be read here
-        return RankFailure.of(error, rank=member.rank, node=member.spot.node_address)
-
-
-def _cause_of_death(error: RayActorError) -> str:
+def cause_of_death(error: RayActorError) -> str:
     """Ray's explanation on one line, without the actor's internal names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     internal = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")

@@ -5,7 +5,8 @@ open one another's files.
 """
 
 from raymod.transport.base import Parcel, Transport
+from raymod.transport.segments import CannotOpenError
 from raymod.transport.shared import SharedTransport
 from raymod.transport.store import RayTransport
 
-__all__ = ["Parcel", "RayTransport", "SharedTransport", "Transport"]
+__all__ = ["CannotOpenError", "Parcel", "RayTransport", "SharedTransport", "Transport"]

@@ -27,9 +27,18 @@ does the same for a skeleton, which never had any.
 from raymod.weights.files import CannotOpenError
 from raymod.weights.loading import Receiver, can_open, load
 from raymod.weights.local import Freed, free, vacant
-from raymod.weights.offers import LoaderTicket, MemoryTicket, Offer, Piece, Source, Ticket, offer
+from raymod.weights.offers import (
+    LoaderTicket,
+    MemoryTicket,
+    Offer,
+    Piece,
+    Source,
+    Ticket,
+    offer,
+    offer_loader,
+)
 from raymod.weights.pretrained import Pretrained, read_pretrained
-from raymod.weights.skeleton import pack_skeleton, unpack_skeleton
+from raymod.weights.skeleton import Skeleton, pack_skeleton, unpack_skeleton
 
 __all__ = [
     "CannotOpenError",
@@ -40,12 +49,14 @@ __all__ = [
     "Piece",
     "Pretrained",
     "Receiver",
+    "Skeleton",
     "Source",
     "Ticket",
     "can_open",
     "free",
     "load",
     "offer",
+    "offer_loader",
     "pack_skeleton",
     "read_pretrained",
     "unpack_skeleton",

@@ -89,7 +89,7 @@ def _call(ticket: LoaderTicket) -> nn.Module:
         function = pickle.loads(ticket.function)
     except (ImportError, AttributeError) as error:
         raise _not_importable(error) from error
-    return _module(function(), "the function given as weights=")
+    return _module(function(), "the function that loads the module")
 
 
 def _put_together(data: torch.Tensor) -> Any:

@@ -35,6 +35,7 @@ __all__ = [
     "Source",
     "Ticket",
     "offer",
+    "offer_loader",
 ]
 
 PIECE_BYTES = 256 << 20
@@ -163,7 +164,25 @@ def offer(source: Source, module: nn.Module) -> Offer:
             f"weights must be 'auto', 'memory', 'checkpoint', the path of a checkpoint, or a "
             f"function without arguments that returns the module, not {type(source).__name__}"
         )
-    return _LoaderOffer(source)
+    return _LoaderOffer(source, "the function given as weights=")
+
+
+def offer_loader(function: Callable[[], nn.Module]) -> Offer:
+    """Offer a module that only the ranks will have.
+
+    Args:
+        function: Without arguments, returns the module; run on each rank.
+
+    Raises:
+        ConfigError: It is no function, or wants arguments.
+        WeightsError: It cannot be sent.
+    """
+    if isinstance(function, nn.Module) or not callable(function):
+        raise ConfigError(
+            f"from_loader takes a function without arguments that returns the module, not "
+            f"{type(function).__name__}"
+        )
+    return _LoaderOffer(function, "the loader")
 
 
 def _from_checkpoint(source: str | os.PathLike[str], module: nn.Module) -> Offer:
@@ -269,21 +288,20 @@ class ImageOffer(Offer):
 class _LoaderOffer(Offer):
     """The user's function, called on each rank."""
 
-    def __init__(self, function: Callable[[], nn.Module]) -> None:
-        _check_signature(function)
+    def __init__(self, function: Callable[[], nn.Module], what: str) -> None:
+        _check_signature(function, what)
         try:
             packed = pack(function, what="the loader")
             pickled = cloudpickle.dumps(function)
         except Exception as error:
             raise WeightsError(
-                f"the function given as weights= cannot be sent to the ranks: {error}. It must "
-                f"pickle (cloudpickle); let it make what it needs itself."
+                f"{what} cannot be sent to the ranks: {error}. It must pickle (cloudpickle); let "
+                f"it make what it needs itself."
             ) from error
         if packed.nbytes > _LOADER_BYTES:
             raise WeightsError(
-                f"the function given as weights= takes {packed.nbytes >> 20} MiB along, probably "
-                f"a module from outside. Let it load the weights on the rank: "
-                f"weights=lambda: Cls.from_pretrained(path)."
+                f"{what} takes {packed.nbytes >> 20} MiB along, probably a module from outside. "
+                f"Let it load the weights on the rank: lambda: Cls.from_pretrained(path)."
             )
         self._ticket = LoaderTicket(pickled)
 
@@ -316,12 +334,10 @@ def _modules_of(module: nn.Module) -> tuple[str, ...]:
     )
 
 
-def _check_signature(function: Callable[[], nn.Module]) -> None:
+def _check_signature(function: Callable[[], nn.Module], what: str) -> None:
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise ConfigError(
-            f"the function given as weights= must work without arguments: {error}"
-        ) from error
+        raise ConfigError(f"{what} must work without arguments: {error}") from error
     except ValueError:  # a builtin that does not say
         return

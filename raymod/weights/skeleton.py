@@ -16,7 +16,7 @@ from raymod.errors import PackError
 from raymod.weights.local import named_weights
 from raymod.weights.strip import without_hooks
 
-__all__ = ["no_parameters", "pack_skeleton", "unpack_skeleton"]
+__all__ = ["Skeleton", "no_parameters", "pack_skeleton", "unpack_skeleton"]
 
 Skeleton = tuple[bytes, Sequence[torch.Tensor]]
 

@@ -153,8 +153,8 @@ def _check_data(module: nn.Module, root: str, elsewhere: Container[int]) -> None
             "accelerate has offloaded them: call pipe.remove_all_hooks() first, or wrap before "
             "you enable offloading."
             if hooked
-            else "Load them first, or let each rank do it: "
-            "weights=lambda: Cls.from_pretrained(path)."
+            else "Load them first, or let the ranks do it: weights= the checkpoint's path, or a "
+            "function: weights=lambda: Cls.from_pretrained(path)."
         )
     )
 

@@ -116,6 +116,8 @@ class Worker:
     Attributes:
         rank: Its rank.
         world_size: Number of ranks.
+        node: Address of its node.
+        transport: How its calls travel.
         device: Where its module runs.
         module: Its prepared module; None before `prepare`.
     """
@@ -133,10 +135,10 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self.module: nn.Module | None = None
-        self._node = node
+        self.node = node
         self._node_id = node_id
         self._gpu_ids = gpu_ids
-        self._transport = transport
+        self.transport = transport
         self._store: TCPStore | None = None
         self._receiver: weights.Receiver | None = None
         self._split: SplitModule | None = None
@@ -160,7 +162,7 @@ class Worker:
         return RankInfo(
             rank=self.rank,
             node_id=self._node_id,
-            node_address=self._node,
+            node_address=self.node,
             device=str(self.device),
             device_name=host.device_name(self.device),
             gpu_ids=self._gpu_ids,
@@ -212,6 +214,12 @@ class Worker:
             ticket: What the offer of the weights, or a rank of this node, gave out.
         """
         self.module = weights.load(ticket)
+
+    def skeleton(self) -> weights.Skeleton:
+        """The module without its weights, for a driver that has none."""
+        if self.module is None:
+            raise ConfigError("nothing is loaded: call load first")
+        return weights.pack_skeleton(self.module)
 
     def receive(self, ticket: MemoryTicket) -> None:
         """Get ready to take the weights in pieces, for all ranks of this node."""
@@ -265,7 +273,7 @@ class Worker:
             try:
                 if self._split is None:
                     raise ConfigError("nothing is prepared: call prepare first")
-                call = unpack(self._transport.receive(parcel), device=self.device)
+                call = unpack(self.transport.receive(parcel), device=self.device)
                 share = self._split(*call)
                 done = True
                 # prepare has waited for the collectives of share.output, so its bytes are there
@@ -293,7 +301,7 @@ class Worker:
         done = False
         with self._busy("run") as began:
             try:
-                method, args, kwargs = unpack(self._transport.receive(parcel))
+                method, args, kwargs = unpack(self.transport.receive(parcel))
                 call = (args, kwargs)
                 value = self._function(method)(*args, **kwargs)
                 done = True
@@ -341,7 +349,7 @@ class Worker:
         return cast("Callable[..., Any]", function)
 
     def _send(self, value: Any) -> Parcel:
-        return self._transport.reply(pack(value, what="output"))
+        return self.transport.reply(pack(value, what="output", as_it_is=True))
 
     @contextmanager
     def _busy(self, state: str) -> Iterator[float]:
@@ -357,7 +365,7 @@ class Worker:
     def _failed(
         self, error: Exception, began: float, call: Any = None, *, done: bool = False
     ) -> Reply:
-        failure = RankFailure.of(error, rank=self.rank, node=self._node)
+        failure = RankFailure.of(error, rank=self.rank, node=self.node)
         if call is not None:
             with suppress(Exception):  # an argument whose repr raises
                 inputs = describe(call)

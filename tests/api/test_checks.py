@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import raymod
-from raymod import api
 from raymod.errors import ConfigError, UnsupportedError
+from raymod.gang import Gang
 from raymod.module import make_stub
 from tests.module.standin import Ranks, Report
 
@@ -29,7 +29,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a gang was started")
 
-    monkeypatch.setattr(api.Gang, "start", started)
+    monkeypatch.setattr(Gang, "start", started)
 
 
 def stub() -> raymod.RemoteModule:

@@ -279,7 +279,7 @@ def test_a_loader_is_called_where_it_is_loaded() -> None:
 
 
 def test_a_loader_must_return_a_module() -> None:
-    with pytest.raises(WeightsError, match=r"weights= returned a dict, not an nn\.Module"):
+    with pytest.raises(WeightsError, match=r"loads the module returned a dict, not an nn\.Module"):
         through_file(nn.Linear(1, 1), lambda: {"weight": 1})
 
 

@@ -1,23 +1,20 @@
-"""The calls that users write: `wrap` and `unwrap`."""
+"""Put a stub where a module is, and the module back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from raymod import plans
 from raymod import weights as weight_sources
-from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
-from raymod.errors import ConfigError, UnsupportedError
-from raymod.gang import Gang, default_world_size
+from raymod.api.options import check_module, options
+from raymod.config import GangConfig, ParallelConfig, PrepareConfig
+from raymod.errors import ConfigError
 from raymod.module import RemoteModule, make_stub, restore_local
 
 __all__ = ["unwrap", "wrap"]
-
-_Config = TypeVar("_Config", ParallelConfig, PrepareConfig, GangConfig)
 
 DEFAULT_COMPONENTS = ("transformer", "unet")
 
@@ -33,7 +30,7 @@ def wrap(
     tp_degree: int | None = None,
     parallel: ParallelConfig | None = None,
     prepare: PrepareConfig | None = None,
-    weights: str | Callable[[], nn.Module] = "auto",
+    weights: weight_sources.Source = "auto",
     gang: GangConfig | None = None,
     keep_local: bool = True,
 ) -> RemoteModule:
@@ -54,8 +51,12 @@ def wrap(
         tp_degree: As in `ParallelConfig`.
         parallel: Number of ranks and degrees as one object; excludes the six above.
         prepare: What each rank does to its module before it serves.
-        weights: `"auto"` or `"memory"`: the module as it stands here. A function without
-            arguments that returns the module: run on each rank instead of sending weights.
+        weights: What the ranks get. `"auto"`: the module as it stands here; weights that are
+            still unchanged pages of the file they were loaded from are mapped by the ranks.
+            `"memory"`: the same, all of it sent. `"checkpoint"`, or the path of a folder or a
+            `.safetensors` file: each rank maps the checkpoint, whatever the weights are here; what
+            it lacks is sent. A function without arguments that returns the module: run on each
+            rank.
         gang: Where and how the ranks run, and the limits of every wait.
         keep_local: Keep the local weights on the CPU. False frees them; `unwrap` fetches them
             back.
@@ -71,27 +72,28 @@ def wrap(
         RankError: A rank raised while it loaded or prepared the module.
     """
     place = _find(target, component)
-    wanted = _parallel(
+    asked = options(
         parallel,
+        prepare,
+        gang,
         workers=workers,
         batch_degree=batch_degree,
         ulysses_degree=ulysses_degree,
         ring_degree=ring_degree,
         tp_degree=tp_degree,
     )
-    prepared = _instance("prepare", prepare, PrepareConfig)
-    config = _instance("gang", gang, GangConfig)
-    _check_module(place.module)
-    size = wanted.world_size or default_world_size(config)
-    degrees = _degrees(place.module, wanted, size)
-    device = _device_of(place.module)
-    with weight_sources.offer(weights, place.module) as offer:
-        started = Gang.start(
-            config=config, load=offer, degrees=degrees, parallel=wanted, prepare=prepared
-        )
+    module = place.module
+    check_module(module)
+    degrees = asked.degrees(module)
+    device = _device_of(module)
+    with weight_sources.offer(weights, module) as offer:
+        started = asked.start(offer, degrees)
     try:
-        freed = None if keep_local else weight_sources.free(place.module)
-        stub = make_stub(place.module, started, report=started.report, device=device, freed=freed)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            freed: weight_sources.Freed | None = weight_sources.vacant(module)
+        else:
+            freed = None if keep_local else weight_sources.free(module)
+        stub = make_stub(module, started, report=started.report, device=device, freed=freed)
         place.put(stub)
     except BaseException:
         started.close()
@@ -108,7 +110,7 @@ def unwrap(target: Any, component: str | None = None) -> nn.Module:
 
     Returns:
         The very object that was wrapped, its weights fetched back if `keep_local=False` freed
-        them.
+        them. For a stub of `from_pretrained` or `from_loader`, a module with the ranks' weights.
 
     Raises:
         ConfigError: Nothing is wrapped there.
@@ -201,55 +203,6 @@ def _wrapped(target: Any, component: str | None) -> tuple[str, RemoteModule]:
     return component, stubs[component]
 
 
-def _parallel(parallel: ParallelConfig | None, **shorthand: int | None) -> ParallelConfig:
-    given: dict[str, Any] = {name: value for name, value in shorthand.items() if value is not None}
-    if parallel is None:
-        return ParallelConfig(**given)
-    if given:
-        raise ConfigError(
-            f"parallel=ParallelConfig(...) and {', '.join(given)} say the same thing twice; put "
-            f"all of it into one."
-        )
-    return _instance("parallel", parallel, ParallelConfig)
-
-
-def _instance(name: str, value: _Config | None, kind: type[_Config]) -> _Config:
-    if value is None:
-        return kind()
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name} must be a raymod.{kind.__name__}, not a {type(value).__name__}")
-    return value
-
-
-def _check_module(module: nn.Module) -> None:
-    if isinstance(module, RemoteModule):
-        raise ConfigError(
-            f"this {type(module).__name__} is wrapped already; raymod.unwrap it first to change "
-            f"how it runs."
-        )
-    if hasattr(module, "_orig_mod"):
-        raise UnsupportedError(
-            "the module was compiled with torch.compile, and compiled code cannot move to other "
-            "processes: wrap the module from before (its `_orig_mod`)."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedError(
-            "a TorchScript module cannot be split; wrap the Python module it was made from."
-        )
-
-
-def _degrees(module: nn.Module, wanted: ParallelConfig, size: int) -> Degrees:
-    plan = plans.sequence_plan(module)
-    degrees = wanted.degrees(sequence=plan is not None, default_world_size=size)
-    if degrees.ulysses_degree > 1 and plan is None:
-        raise UnsupportedError(
-            f"ulysses_degree={degrees.ulysses_degree}: {type(module).__name__} has no plan "
-            f"(`_cp_plan`) that says where its sequence can be cut. Use batch_degree, or workers "
-            f"alone to let raymod choose."
-        )
-    return degrees
-
-
 def _device_of(module: nn.Module) -> torch.device:
     first = next(module.parameters(), None)
-    return first.device if first is not None else torch.device("cpu")
+    return torch.device("cpu") if first is None or first.is_meta else first.device
