@@ -30,34 +30,18 @@ from raymod.errors import (
 from raymod.gang.interrupts import interrupt_deferred
 from raymod.gang.progress import Progress
 from raymod.gang.ranks import Member, Outcome, collect, in_step, judge
+from raymod.gang.reports import CallReport, GangReport
 from raymod.gang.start import Asked, Existing, Undecided, start
 from raymod.transport import CannotOpenError, RayTransport, Transport
 from raymod.weights import Offer
-from raymod.worker import Health, RankInfo, Reply, Worker
+from raymod.worker import Health, Reply, Worker
 
-__all__ = ["Gang", "GangReport"]
+__all__ = ["Gang"]
 
 logger = logging.getLogger(__name__)
 
 _TURN_SLICE_S = 0.5
 _STEP_TEST_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class GangReport:
-    """How a gang was started.
-
-    Attributes:
-        ranks: What each rank says of itself, in rank order.
-        phases: Seconds of each phase of the start.
-        split: What was split, in words.
-        warnings: What the user should know.
-    """
-
-    ranks: tuple[RankInfo, ...]
-    phases: Mapping[str, float]
-    split: str
-    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -83,16 +67,19 @@ class Gang:
 
     Attributes:
         report: How it was started.
+        last_call: Where the time and the bytes of the last call went; None before it.
     """
 
     def __init__(self, asked: Asked, existing: Existing, report: GangReport) -> None:
         self.report = report
+        self.last_call: CallReport | None = None
         self._asked = asked
         self._existing = existing
         self._seen = _Seen()
         self._turn = threading.Lock()
         # Ray's promises of a call that was interrupted; the ranks are still at it
         self._flight: dict[Any, Member] = {}
+        self._asked_at = 0.0
         self._said: set[str] = set()
         self._finalizer = weakref.finalize(self, existing.cleanup.run_apart)
         self._finalizer.atexit = False  # the clean-up has its own place at the exit
@@ -142,6 +129,7 @@ class Gang:
             phases=steps.phases,
             split=existing.split,
             warnings=existing.warnings,
+            near=existing.lines.near,
         )
         gang = cls(asked, existing, report)
         gang._warn(report.warnings)
@@ -179,18 +167,34 @@ class Gang:
         """
         self._check_open()
         lines = self._existing.lines
+        began = time.monotonic()
         packed = pack((tuple(args), dict(kwargs)), what="argument", as_it_is=True)
+        pack_s = time.monotonic() - began
         with self._my_turn():
+            began = time.monotonic()
             sent = lines.send(packed)
             replies = self._exchange(
                 lambda member: lines.ask(member, "forward", sent),
                 self._asked.config.call_timeout_s,
             )
             received = self._received(replies)
+            asked = self._asked_at
         parts = list(map(unpack, received))
         self._warn(text for reply in replies for text in reply.warnings)
         how = next((reply.join for reply in replies if reply.parcel is not None), None)
-        return parts[0] if how is None else join(parts, how)
+        output = parts[0] if how is None else join(parts, how)
+        ended, compute_s = time.monotonic(), max(reply.seconds for reply in replies)
+        self.last_call = CallReport(
+            sent_bytes=sent.nbytes - sent.reused_bytes,
+            reused_bytes=sent.reused_bytes,
+            returned_bytes=sum(part.nbytes for part in received),
+            pack_s=pack_s,
+            send_s=asked - began,
+            compute_s=compute_s,
+            reply_s=max(0.0, ended - asked - compute_s),
+            total_s=pack_s + ended - began,
+        )
+        return output
 
     def call_all(
         self,
@@ -328,6 +332,7 @@ class Gang:
         """Ask all ranks and settle what comes of it."""
         with interrupt_deferred():  # asked by half, the ranks that were would wait for the others
             self._flight = {ask(member): member for member in self._existing.members}
+            self._asked_at = time.monotonic()
         outcome = self._existing.lines.collect(
             self._flight, deadline=time.monotonic() + limit_s, look=self._check_not_closed
         )

@@ -27,6 +27,10 @@ class RanksProtocol(Protocol):
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward on the ranks; the output's tensors are on the CPU."""
 
+    @property
+    def last_call(self) -> Any:
+        """Where the time and the bytes of the last call went; None before it."""
+
     def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """One method, or function of the worker, on every rank; the replies in rank order."""
 
@@ -115,6 +119,15 @@ class RemoteModule(nn.Module):
     def report(self) -> Any:
         """How the gang was started: `ranks`, `phases` (seconds), `split`, `warnings`."""
         return self._raymod.report
+
+    @property
+    def last_call(self) -> Any:
+        """Where the time and the bytes of the last call went; None before it.
+
+        `sent_bytes`, `reused_bytes` (there already, from an earlier call), `returned_bytes`, and
+        in seconds `pack_s`, `send_s`, `compute_s`, `reply_s` and `total_s`.
+        """
+        return self._raymod.gang.last_call
 
     def close(self) -> None:
         """End the ranks. The stub stays in place and says so when it is called.
