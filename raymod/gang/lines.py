@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from raymod.calls import Packed, pack
 from raymod.errors import GangError, RankFailure
 from raymod.gang.interrupts import interrupt_deferred
-from raymod.gang.ranks import Member, Outcome, cause_of_death, collect, fetch
+from raymod.gang.ranks import Member, Outcome, cause_of_death, collect, fetch, is_alive
 from raymod.transport import Parcel, SharedTransport, Transport
 from raymod.transport.wire import LineTicket, Listener, Wire, WireClosedError
 
@@ -146,7 +146,7 @@ class _Line:
         except RayActorError as error:
             return cause_of_death(error)
         except GetTimeoutError:
-            return "its connection to the driver ended"
+            return "its process ended, or its connection to the driver"
         except RayError as error:
             return f"it stopped serving: {error}"
         return f"it stopped serving: {reason}"
@@ -338,13 +338,13 @@ class _Bell:
 
 
 def _check_alive(lines: Iterable[_Line]) -> None:
-    """Notice ranks that are gone although something of theirs keeps the connection open."""
+    """Notice ranks that are gone although a process they forked off keeps connections open."""
     serving = {line.serving: line for line in lines}
     if not serving:
         return
     ended, _ = ray.wait(list(serving), num_returns=len(serving), timeout=0)
-    for ref in ended:
-        serving[ref].is_broken = True
+    for ref, line in serving.items():
+        line.is_broken |= ref in ended or not is_alive(line.member.spot.pid)
 
 
 def _fetch(promise: Any, member: Member, deadline: float) -> Any:

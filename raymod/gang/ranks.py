@@ -24,6 +24,7 @@ __all__ = [
     "fetch",
     "host_id",
     "in_step",
+    "is_alive",
     "judge",
     "kill",
 ]
@@ -207,7 +208,7 @@ def kill(members: Sequence[Member], *, host: str) -> None:
     began = time.monotonic()
     left = [m.spot.pid for m in members if host and m.spot.host == host]
     while left and time.monotonic() < began + _GONE_S:
-        left = [pid for pid in left if _is_alive(pid)]
+        left = [pid for pid in left if is_alive(pid)]
         if left and time.monotonic() > began + _POLITE_S:
             for pid in filter(_is_worker, left):  # stopped, or stuck: Ray asks these in vain
                 with suppress(OSError):
@@ -225,7 +226,8 @@ def host_id() -> str:
         return ""
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine still runs."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"

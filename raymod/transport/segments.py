@@ -192,6 +192,10 @@ class Pool:
         self._recent.clear()
         self._drop(segment for segment in list(self._segments) if segment.is_free())
 
+    def close(self) -> None:
+        """Let go of all; readers keep what they have mapped."""
+        self._drop(list(self._segments))
+
     def _may_grow(self, count: int, need: int) -> bool:
         return count <= _KEEP and count * need <= _KEEP_BYTES
 
@@ -264,7 +268,14 @@ class Window:
         self._dropped = True
         self._map = None
         if not self.is_leased:
-            self._close()
+            self.close()
+
+    def close(self) -> None:
+        """Let go of it; when the owner writes no more. Tensors keep what they have."""
+        self._map = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _end_of_lease(self, _: Any) -> None:
         if self._fd < 0:
@@ -272,17 +283,12 @@ class Window:
         with suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         if self._dropped:
-            self._close()
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            self.close()
 
     def __del__(self) -> None:
         # a lease that is still out outlives the window: its lock goes with the process
         if getattr(self, "_fd", -1) >= 0 and not self.is_leased:
-            self._close()
+            self.close()
 
 
 def _memory_file(size: int) -> int:

@@ -112,12 +112,13 @@ class SharedTransport(Transport):
             self._pool.forget()
 
     def close(self) -> None:
-        """Let go of everything; tensors that were received stay."""
+        """Let go of everything, when nobody sends any more; tensors that were received stay."""
         with self._lock:
-            self.forget()
+            self._last_reply = None
+            self._pool.close()
             for windows in self._windows.values():
                 for window in windows.values():
-                    window.drop()
+                    window.close()
             self._windows.clear()
 
     # -- within --------------------------------------------------------------------------------
