@@ -26,9 +26,16 @@ pytestmark = [
 X = torch.tensor(2.0)
 
 
+@pytest.fixture(params=["shared", "ray"], scope="module")
+def transport(request: pytest.FixtureRequest) -> str:
+    """The way that calls take. Per module, so that the tests of each way come together."""
+    return str(request.param)
+
+
 @pytest.fixture
-def gang(ray_for_tests: RayForTests) -> Gang:
-    gang: Gang = ray_for_tests.gang("calls", start)
+def gang(ray_for_tests: RayForTests, transport: str) -> Gang:
+    gang: Gang = ray_for_tests.gang(f"calls-{transport}", lambda: start(transport=transport))
+    assert bool(gang.report.near) == (transport == "shared")
     return gang
 
 
