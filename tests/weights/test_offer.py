@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -298,3 +300,25 @@ def test_a_loader_must_not_carry_the_weights() -> None:
 def test_a_loader_must_work_without_arguments() -> None:
     with pytest.raises(ConfigError, match=r"without arguments.*path"):
         weights.offer(lambda path: nn.Linear(1, 1), nn.Linear(1, 1))
+
+
+# --- what ranks can import ahead -----------------------------------------------------------------
+
+
+def test_an_offer_names_the_code_that_it_needs() -> None:
+    module = nn.Sequential(Zoo(), nn.Linear(1, 1))
+    names = weights.offer("memory", module).imports
+    assert names[0] == "torch.nn.modules.container"
+    assert {Zoo.__module__, "torch.nn.modules.linear"} <= set(names)
+    assert len(set(names)) == len(names)
+
+
+def test_code_that_travels_by_value_is_not_imported() -> None:
+    package = sys.modules[Zoo.__module__.rpartition(".")[0]]
+    cloudpickle.register_pickle_by_value(package)
+    try:
+        assert Zoo.__module__ not in weights.offer("memory", Zoo()).imports
+    finally:
+        cloudpickle.unregister_pickle_by_value(package)
+    Here = type("Here", (nn.Linear,), {"__module__": "__main__"})
+    assert weights.offer("memory", Here(1, 1)).imports == ()
