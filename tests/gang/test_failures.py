@@ -44,13 +44,14 @@ pytestmark = [
 ]
 
 X = torch.tensor(2.0)
+both_ways = pytest.mark.parametrize("gang", ["shared", "ray"], indirect=True)
 
 
 @pytest.fixture
-def gang(ray_session: RayForTests) -> Iterator[Gang]:
+def gang(ray_session: RayForTests, request: pytest.FixtureRequest) -> Iterator[Gang]:
     """A gang of its own; the test is to end it, and nothing of it may be left."""
     free = ray.available_resources().get("CPU", 0)
-    gang = start(close_timeout_s=2)
+    gang = start(close_timeout_s=2, transport=getattr(request, "param", "shared"))
     yield gang
     numbers = pids(gang)
     gang.close()
@@ -75,6 +76,7 @@ def check_failed(gang: Gang, first: type[Exception]) -> None:
         assert isinstance(caught.value.__cause__, first)
 
 
+@both_ways
 def test_a_rank_dies_in_a_call(gang: Gang) -> None:  # R120
     began = time.monotonic()
     with pytest.raises(RankDiedError) as caught:
@@ -109,6 +111,7 @@ def test_one_rank_raises(gang: Gang) -> None:  # R121
     check_failed(gang, RankError)
 
 
+@both_ways
 def test_ranks_hang(gang: Gang) -> None:  # R122, R123
     began = time.monotonic()
     with pytest.raises(CallTimeoutError, match=r"no answer from rank 1 on node \S+ within 1\.\d s"):
@@ -131,6 +134,7 @@ def test_closing_ends_what_is_stopped_or_dead(gang: Gang) -> None:  # R127
         gang.health()
 
 
+@both_ways
 def test_closing_during_a_call(gang: Gang) -> None:  # R126
     raised: list[BaseException] = []
 
