@@ -19,24 +19,34 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Every process that a test starts inherits it, and so is known as ours.
 MARK = "RAYMOD_TEST_SESSION"
-# Ray's sockets allow no long names, so this does not follow TMPDIR.
-_RAY_FOLDER = tempfile.mkdtemp(prefix="rmt-", dir="/tmp")
-atexit.register(shutil.rmtree, _RAY_FOLDER, ignore_errors=True)
 
-# Before Ray is imported: it reads its authentication settings then, and would otherwise write a
-# token into the home folder. The folder keeps these tests and other Rays from finding one another.
-os.environ.update(
-    RAY_AUTH_MODE="token",
-    RAY_AUTH_TOKEN=secrets.token_hex(16),
-    RAY_TMPDIR=_RAY_FOLDER,
-    **{MARK: secrets.token_hex(8)},
-)
-for _name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"):
-    os.environ.pop(_name, None)
-# Ranks find the tests' own modules, wherever pytest was called from.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))
-)
+
+def _set_up() -> str:
+    """Set the environment for Ray, and make its folder.
+
+    Before Ray is imported: it reads its authentication settings then, and would otherwise write a
+    token into the home folder. The folder keeps these tests and other Rays from finding one
+    another.
+    """
+    # Ray's sockets allow no long names, so this does not follow TMPDIR.
+    folder = tempfile.mkdtemp(prefix="rmt-", dir="/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ.update(
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(16),
+        RAY_TMPDIR=folder,
+        **{MARK: secrets.token_hex(8)},
+    )
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"):
+        os.environ.pop(name, None)
+    # Ranks find the tests' own modules, wherever pytest was called from.
+    paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return folder
+
+
+# A rank that imports a test's module comes by here too, and has all of it already.
+_RAY_FOLDER = os.environ["RAY_TMPDIR"] if MARK in os.environ else _set_up()
 
 
 class RayForTests:
