@@ -82,7 +82,7 @@ class Bare:
 
 
 def config_of(megabytes: int) -> dict[str, Any]:
-    blocks = max(1, round((megabytes * MB - 2.3 * BLOCK_BYTES) / BLOCK_BYTES))
+    blocks = max(1, round((megabytes * MB - 2.8 * BLOCK_BYTES) / BLOCK_BYTES))
     return {**SHAPE, "num_single_layers": blocks}
 
 
