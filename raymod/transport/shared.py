@@ -191,7 +191,7 @@ def _write(
     for tensor, meta, offset, maybe in rows:
         there = segment.bytes[offset : offset + meta.nbytes]
         # compared with what the ranks will read, so nothing else need be known of it
-        if maybe and same_bytes(tensor, there):
+        if maybe and same_bytes(tensor.data_ptr(), there.data_ptr(), meta.nbytes):
             reused += meta.nbytes
         elif meta.nbytes:
             _copy(tensor, there, meta)

@@ -55,12 +55,12 @@ class Content:
         return sum(meta.nbytes for meta, shared in pairs if shared)
 
 
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous CPU tensors of the same size hold the same bytes.
+def same_bytes(one: int, other: int, nbytes: int) -> bool:
+    """Whether the same bytes lie at two addresses.
 
     Bits, not numbers: -0.0 and 0.0 differ, and a NaN equals itself.
     """
-    return bool(_memcmp()(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
+    return bool(_memcmp()(one, other, nbytes) == 0)
 
 
 def _sample(tensor: torch.Tensor) -> bytes:

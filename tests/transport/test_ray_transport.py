@@ -13,8 +13,10 @@ import torch
 from raymod.calls import pack
 from raymod.errors import CallTimeoutError
 from raymod.transport import Parcel, RayTransport, Transport
+from raymod.transport.store import _Stored
 from tests.conftest import RayForTests
 from tests.transport.conformance import TransportConformance
+from tests.transport.unchanged import UnchangedConformance
 
 
 def references() -> set[bytes]:
@@ -67,6 +69,21 @@ class TestRayTransport(TransportConformance):
         return ray_link
 
 
+class TestUnchanged(UnchangedConformance):
+    @pytest.fixture
+    def link(self, ray_link: RayLink) -> RayLink:
+        return ray_link
+
+
+def test_what_is_kept_for_later_parcels_is_bounded(ray_link: RayLink) -> None:
+    ray_link.transport.forget()
+    before = ray_link.left_over()
+    for size in [*range(100_000, 1_000_000, 50_000), 30 << 20, 100_000]:
+        ray_link.transport.send(pack([torch.zeros(size), torch.ones(size)]))
+        assert ray_link.left_over() <= before + 4
+    ray_link.transport.forget()
+
+
 def test_small_parcels_need_no_store(ray_link: RayLink) -> None:
     before = ray_link.left_over()
     parcel = ray_link.transport.send(pack(torch.zeros(1000)))
@@ -75,6 +92,7 @@ def test_small_parcels_need_no_store(ray_link: RayLink) -> None:
 
 
 def test_a_large_parcel_is_stored_once_for_all(ray_link: RayLink) -> None:
+    ray_link.transport.forget()
     before = ray_link.left_over()
     parcel = ray_link.transport.send(pack([torch.zeros(1 << 20), torch.zeros(1 << 20)]))
     ray_link.on_receivers(parcel, lambda transport, parcel: transport.receive(parcel).nbytes)
@@ -82,9 +100,11 @@ def test_a_large_parcel_is_stored_once_for_all(ray_link: RayLink) -> None:
 
 
 def test_a_dropped_parcel_is_gone_from_the_store(ray_link: RayLink) -> None:
+    ray_link.transport.forget()
     parcel = ray_link.transport.send(pack(torch.zeros(1 << 20)))
     ray_link.on_receivers(parcel, lambda transport, parcel: transport.receive(parcel).nbytes)
-    name = parcel.payload.binary()
+    ray_link.transport.forget()
+    name = parcel.payload.fresh.binary()
 
     def exists() -> bool:
         ref = ray.ObjectRef(name)
@@ -105,5 +125,5 @@ def test_waiting_for_bytes_has_a_limit(ray_session: RayForTests) -> None:
 
     ref = never.remote()
     with pytest.raises(CallTimeoutError, match=r"did not arrive .* within 0\.2 s"):
-        RayTransport(timeout_s=0.2).receive(Parcel((), 0, ref))
+        RayTransport(timeout_s=0.2).receive(Parcel((), 0, _Stored(ref, (), ())))
     ray.cancel(ref, force=True)

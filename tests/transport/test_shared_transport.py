@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from raymod.transport import Parcel, SharedTransport, Transport
 from raymod.transport.segments import CannotOpenError, Ticket
 from tests.transport.conformance import MiB, TransportConformance, digest
 from tests.transport.peers import Peer
+from tests.transport.unchanged import EMBEDDINGS, UnchangedConformance
 
 
 class SharedLink:
@@ -277,121 +277,20 @@ def test_segments_have_no_name_and_no_child_inherits_them(sender: SharedTranspor
 
 # -- what has not changed ----------------------------------------------------------------------
 
-EMBEDDINGS = 2 * MiB
+
+class TestUnchanged(UnchangedConformance):
+    @pytest.fixture
+    def link(self, shared_link: SharedLink) -> SharedLink:
+        return shared_link
 
 
-@pytest.fixture
-def steps(sender: SharedTransport, peer: Peer) -> Callable[..., int]:
-    """Sends a call, checks every bit of what arrives, and tells how many bytes were reused."""
-
-    def step(*tensors: torch.Tensor) -> int:
-        parcel = send(sender, *tensors)
-        expected = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
-        assert peer.run(look, parcel) == digest(expected)
-        return parcel.reused_bytes
-
-    return step
-
-
-def test_what_has_not_changed_is_not_sent_again(steps: Callable[..., int]) -> None:
-    embeddings = torch.randn(EMBEDDINGS // 4)
-    assert steps(torch.randn(1000, 64), embeddings) == 0
-    for _ in range(3):
-        assert steps(torch.randn(1000, 64), embeddings) == EMBEDDINGS
-    # pipelines make the same content anew at every step
-    assert steps(torch.randn(1000, 64), embeddings.clone()) == EMBEDDINGS
-    assert steps(torch.randn(1000, 64), torch.cat([embeddings[:7], embeddings[7:]])) == EMBEDDINGS
-
-
-def test_a_new_prompt_of_equal_shape(steps: Callable[..., int]) -> None:
+def test_prompts_that_take_turns_have_a_segment_each(sender: SharedTransport) -> None:
     one, other = torch.randn(EMBEDDINGS // 4), torch.randn(EMBEDDINGS // 4)
-    assert [steps(one), steps(other), steps(other)] == [0, 0, EMBEDDINGS]
-
-
-def test_edits_that_nothing_counts(steps: Callable[..., int]) -> None:
-    """Neither identity nor the version counter sees these; wherever in the tensor they are."""
-    tensor = torch.zeros(EMBEDDINGS // 4)
-    array = tensor.numpy()
-    last = len(array) - 1
-    steps(tensor)
-    version = tensor._version
-    for at in (0, 1, 1000, last // 2 + 99, last - 17, last):
-        tensor.data[at] += 1
-        assert steps(tensor) == 0
-        array[at] += 1
-        assert steps(tensor) == 0
-        assert steps(tensor) == EMBEDDINGS
-    assert tensor._version == version
-
-
-def test_edits_in_place_and_through_views(steps: Callable[..., int]) -> None:
-    tensor = torch.randn(1024, EMBEDDINGS // 4096)
-    steps(tensor)
-    for edit in (
-        lambda: tensor.add_(1),
-        lambda: tensor[5].mul_(2),
-        lambda: tensor.view(-1)[-1:].zero_(),
-        lambda: tensor.t()[3].copy_(tensor[0, 0]),
-    ):
-        edit()
-        assert steps(tensor) == 0
-        assert steps(tensor) == EMBEDDINGS
-
-
-def test_tensors_made_in_inference_mode_and_edited(steps: Callable[..., int]) -> None:
-    with torch.inference_mode():
-        tensor = torch.randn(EMBEDDINGS // 4)
-        steps(tensor)
-        assert steps(tensor) == EMBEDDINGS
-        tensor[77] = 5
-        assert steps(tensor) == 0
-        assert steps(tensor) == EMBEDDINGS
-
-
-def test_a_new_tensor_in_the_memory_of_an_old_one(steps: Callable[..., int]) -> None:
-    """It may have the same id, pointer, version and shape."""
-    memory = torch.empty(EMBEDDINGS // 4)
-    for n in range(5):
-        tensor = memory[:].fill_(n)
-        assert steps(tensor) == 0
-        del tensor
-        gc.collect()
-
-
-def test_bits_count_and_not_numbers(steps: Callable[..., int]) -> None:
-    zeros = torch.zeros(EMBEDDINGS // 4)
-    steps(zeros)
-    negative = zeros.clone()
-    negative[99_999] = -0.0
-    assert steps(negative) == 0
-    nan = torch.full((EMBEDDINGS // 4,), float("nan"))
-    assert [steps(nan), steps(nan)] == [0, EMBEDDINGS]
-    same_bits_of_another_dtype = nan.view(torch.int32)
-    assert steps(same_bits_of_another_dtype) == 0
-
-
-def test_a_lazy_view_is_not_taken_for_its_memory(steps: Callable[..., int]) -> None:
-    numbers = torch.complex(torch.randn(EMBEDDINGS // 8), torch.randn(EMBEDDINGS // 8))
-    steps(numbers)
-    assert steps(numbers.conj()) == 0
-    assert steps(numbers.conj().imag) == 0
-
-
-def test_prompts_that_take_turns(sender: SharedTransport, steps: Callable[..., int]) -> None:
-    """The prompt and its negative, one call each at every step, with the same latents."""
-    one, other = torch.randn(EMBEDDINGS // 4), torch.randn(EMBEDDINGS // 4)
-    reused = []
     for _ in range(6):
         latents = torch.randn(1000, 64)
-        reused += [steps(latents, one), steps(latents, other)]
-    assert reused[-4:] == [EMBEDDINGS] * 4
+        send(sender, latents, one)
+        send(sender, latents, other)
     assert sender.segments == 2
-
-
-def test_calls_of_two_kinds_that_take_turns(steps: Callable[..., int]) -> None:
-    one, other = torch.randn(EMBEDDINGS // 4), torch.randn(EMBEDDINGS // 8)
-    reused = [(steps(one), steps(other)) for _ in range(4)]
-    assert reused[-1] == (EMBEDDINGS, EMBEDDINGS // 2)
 
 
 def test_a_write_that_was_interrupted_is_not_trusted(
