@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -22,7 +23,7 @@ class TensorMeta:
         """The description of `tensor`."""
         return cls(tensor.dtype, tuple(tensor.shape))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of the data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize

@@ -112,13 +112,13 @@ class _Line:
     _open: dict[int, _Promise] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def ask(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Promise:
-        promise = _Promise(self, args)
+    def ask(self, encoded: tuple[bool, bytes], keeps: Any) -> _Promise:
+        promise = _Promise(self, keeps)
         with self._lock:
             self._number += 1
             self._open[self._number] = promise
             try:
-                self.wire.send(self._number, (method, args, dict(kwargs)))
+                self.wire.send_encoded(self._number, encoded)
             except WireClosedError:
                 self.is_broken = True
         return promise
@@ -166,6 +166,7 @@ class Lines:
         self._shared = SharedTransport()
         self._near: dict[int, _Line] = {}
         self._bell = _Bell()
+        self._last_request: tuple[Any, Any] = (None, None)
 
     @property
     def near(self) -> tuple[int, ...]:
@@ -214,7 +215,10 @@ class Lines:
             ref = getattr(member.actor, method).remote(*given, **kwargs)
             return self._bell.promise(ref) if self._near else ref
         given = [arg.near if isinstance(arg, Sent) else arg for arg in args]
-        return line.ask(method, tuple(given), kwargs)
+        request = (method, given, kwargs)
+        if request != self._last_request[0]:  # mostly the ranks are asked for the same
+            self._last_request = request, line.wire.encode(request)
+        return line.ask(self._last_request[1], given)
 
     def collect(
         self,
@@ -226,6 +230,8 @@ class Lines:
         """See `raymod.gang.ranks.collect`; for the promises of `ask`."""
         if not self._near:
             return collect(asked, deadline=deadline, look=look)
+        self._last_request = (None, None)  # the parcel in it is to be dropped with the call
+        self._shared.settle()  # there is time for it now
         return collect(asked, deadline=deadline, look=look, wait=self._wait, fetch=_fetch)
 
     def receive(self, rank: int, parcel: Parcel) -> Packed:

@@ -18,9 +18,9 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from raymod.calls import TensorMeta, bytes_of
@@ -169,13 +169,8 @@ class Pool:
         turns then, such as those of a prompt and its negative.
         """
         self._count += 1
-        free = [segment for segment in self._segments if segment.is_free()]
-        best = max(
-            (segment for segment in free if need <= segment.size <= 4 * need + (1 << 20)),
-            key=lambda segment: (content.shared_bytes(segment.content), -segment.used_at),
-            default=None,
-        )
-        if best is not None and self._may_grow(len(free) + 1, need):
+        best = self._best(need, content)
+        if best is not None and self._may_grow(len(self._segments) + 1, need):
             seen = max(map(content.shared_bytes, self._recent), default=0)
             if seen > content.shared_bytes(best.content):
                 best = None
@@ -184,7 +179,9 @@ class Pool:
             self._segments.append(best)
         self._recent.append(content)
         best.used_at = self._count
-        self._drop(s for s in free if self._count - s.used_at >= _IDLE)
+        for segment in list(self._segments):
+            if self._count - segment.used_at >= _IDLE and segment.is_free():
+                self._drop([segment])
         return best
 
     def forget(self) -> None:
@@ -195,6 +192,16 @@ class Pool:
     def close(self) -> None:
         """Let go of all; readers keep what they have mapped."""
         self._drop(list(self._segments))
+
+    def _best(self, need: int, content: Content) -> Segment | None:
+        """Of the free segments that are large enough the one that holds most of `content`."""
+        order = sorted(
+            (-content.shared_bytes(segment.content), segment.used_at, index)
+            for index, segment in enumerate(self._segments)
+            if need <= segment.size <= 4 * need + (1 << 20)
+        )
+        segments = (self._segments[index] for *_, index in order)
+        return next((segment for segment in segments if segment.is_free()), None)
 
     def _may_grow(self, count: int, need: int) -> bool:
         return count <= _KEEP and count * need <= _KEEP_BYTES
@@ -312,14 +319,21 @@ def _rounded(need: int) -> int:
 def _has_private_pages(mapped: mmap.mmap) -> bool:
     """Whether a copy-on-write mapping has been written to; True where the system doesn't tell."""
     count = -(-len(mapped) // mmap.PAGESIZE)
-    address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+    page = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() // mmap.PAGESIZE
     try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            data = os.pread(file.fileno(), 8 * count, 8 * (address // mmap.PAGESIZE))
+        entries = os.pread(_page_map(os.getpid()), 8 * count, 8 * page)
     except OSError:
         return True
-    if len(data) != 8 * count:
-        return True
-    # the upper bits of an entry: present, swapped, of a file
-    flags = np.frombuffer(data, np.uint64) >> np.uint64(61)
-    return bool(((flags >= 2) & (flags & np.uint64(1) == 0)).any())
+    # of each entry the byte with its flags, little-endian; what is left is of private pages
+    flags = entries[7::8]
+    return len(flags) != count or bool(flags.translate(None, _SHARED))
+
+
+# The three upper bits: present, swapped, of a file.
+_SHARED = bytes(flags for flags in range(256) if flags >> 5 == 0 or flags >> 5 & 1)
+
+
+@lru_cache(maxsize=1)
+def _page_map(pid: int) -> int:
+    """A file descriptor of this process's page map; of another process after a fork."""
+    return os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)

@@ -71,14 +71,11 @@ class SharedTransport(Transport):
 
     def send(self, packed: Packed) -> Parcel:
         """See [`Transport.send`][raymod.transport.Transport.send]."""
-        if packed.nbytes <= self._inline_bytes:
-            return inline(packed)
-        with self._lock:
-            return self._place(packed)
+        return self._parcel(packed, again=True)
 
     def reply(self, packed: Packed) -> Parcel:
         """See [`Transport.reply`][raymod.transport.Transport.reply]."""
-        parcel = self.send(packed)
+        parcel = self._parcel(packed, again=False)
         self._last_reply = parcel  # nobody else here holds it until it is received
         return parcel
 
@@ -123,8 +120,13 @@ class SharedTransport(Transport):
 
     # -- within --------------------------------------------------------------------------------
 
-    def _place(self, packed: Packed) -> Parcel:
-        content = Content.of(packed.tensors)
+    def _parcel(self, packed: Packed, *, again: bool) -> Parcel:
+        if packed.nbytes <= self._inline_bytes:
+            return inline(packed)
+        with self._lock:
+            return self._place(packed, Content.of(packed.tensors, again=again))
+
+    def _place(self, packed: Packed, content: Content) -> Parcel:
         offsets, end = _layout(content.metas)
         skeleton: bytes | int = packed.skeleton
         if len(packed.skeleton) > self._inline_bytes:

@@ -36,9 +36,15 @@ class Content:
     samples: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Content:
-        """The content of `tensors`, of any strides and devices."""
-        return cls(tuple(map(TensorMeta.of, tensors)), tuple(map(_sample, tensors)))
+    def of(cls, tensors: Sequence[torch.Tensor], *, again: bool = True) -> Content:
+        """The content of `tensors`, of any strides and devices.
+
+        Args:
+            tensors: The tensors.
+            again: Whether it may come again; else it is never the same as another.
+        """
+        samples = tuple(map(_sample, tensors)) if again else (b"",) * len(tensors)
+        return cls(tuple(map(TensorMeta.of, tensors)), samples)
 
     def shares(self, other: Content) -> list[bool]:
         """For each tensor of this one, whether `other` may well hold the same in its place."""
@@ -49,7 +55,7 @@ class Content:
 
     def shared_bytes(self, other: Content | None) -> int:
         """Size in bytes of what `other` may well hold too."""
-        if other is None:
+        if other is None or not any(self.samples):
             return 0
         pairs = zip(self.metas, self.shares(other), strict=True)
         return sum(meta.nbytes for meta, shared in pairs if shared)

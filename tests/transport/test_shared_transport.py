@@ -15,7 +15,7 @@ import torch
 from raymod.calls import pack
 from raymod.errors import GangError
 from raymod.transport import Parcel, SharedTransport, Transport
-from raymod.transport.segments import CannotOpenError, Ticket
+from raymod.transport.segments import CannotOpenError, Ticket, _page_map
 from tests.transport.conformance import MiB, TransportConformance, digest
 from tests.transport.peers import Peer
 from tests.transport.unchanged import EMBEDDINGS, UnchangedConformance
@@ -170,6 +170,34 @@ def test_a_receivers_writes_are_gone_with_its_tensors(sender: SharedTransport, p
         tensor = torch.full((50_000,), float(n))
         assert peer.run(write, send(sender, tensor)) == digest([tensor])
     assert sender.segments == 1  # it was one segment all the time
+
+
+def test_where_the_system_does_not_tell_of_writes(
+    sender: SharedTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr("raymod.transport.segments._page_map", refuse)
+    receiver = SharedTransport()
+    for n in range(4):
+        (tensor,) = receiver.receive(send(sender, torch.full((50_000,), float(n)))).tensors
+        assert (float(tensor.min()), float(tensor.max())) == (n, n)
+        tensor.fill_(-1)
+        del tensor
+    assert sender.segments == 1
+    receiver.close()
+
+
+def test_after_a_fork_each_process_looks_at_its_own_pages() -> None:
+    def looks_at() -> str:
+        return os.readlink(f"/proc/self/fd/{_page_map(os.getpid())}")
+
+    assert looks_at() == f"/proc/{os.getpid()}/pagemap"
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if looks_at() == f"/proc/{os.getpid()}/pagemap" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_receiver_that_is_killed_holds_nothing(sender: SharedTransport) -> None:
