@@ -37,7 +37,7 @@ from torch.nn import functional as F
 # only saw 16 text tokens fails at the pipeline's own default of 512.
 TEXT_LENGTHS = ((16, 64, 0.9), (64, 24, 0.05), (512, 4, 0.05))
 EMPTY_PROMPT_SHARE = 0.1  # so that guidance has something to compare with
-GUIDANCE = 1.75
+GUIDANCE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
