@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import nn
 
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError
-from raymod.parallel import Mesh, SequenceContext, Share, Splitter, apply_context
+from raymod.parallel import Mesh, SequenceContext, Share, Splitter, apply_context, place, remove
 from raymod.plans import sequence_plan
 
 __all__ = ["PrepareReport", "Share", "SplitModule", "prepare"]
@@ -54,10 +56,17 @@ class SplitModule:
         report: What was done to it.
     """
 
-    def __init__(self, module: nn.Module, splitter: Splitter, report: PrepareReport) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        splitter: Splitter,
+        report: PrepareReport,
+        context: SequenceContext | None,
+    ) -> None:
         self.module = module
         self.report = report
         self._splitter = splitter
+        self._context = context
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Share:
         """Run one call, whose arguments are the same on every rank.
@@ -67,9 +76,29 @@ class SplitModule:
         """
         return self._splitter(args, kwargs)
 
-    def forget(self) -> None:
-        """Check the next call of each kind again; for when the module has changed."""
+    @contextmanager
+    def unsplit(self) -> Iterator[nn.Module]:
+        """The module without cuts and gathers, for what changes it; they are placed anew after.
+
+        A change may replace the parts that they hang on: an adapter wraps a layer, fused
+        projections get another processor. The next call of each kind is checked again.
+        """
+        if self._context is not None:
+            remove(self._context)
+        try:
+            yield self.module
+        except BaseException:
+            with suppress(Exception):  # a change by half; whoever takes it back comes here again
+                self._split_again()
+            raise
+        self._split_again()
+
+    def _split_again(self) -> None:
         self._splitter.forget()
+        if self._context is not None:
+            plan = sequence_plan(self.module)
+            assert plan is not None  # it had one when the context was made
+            place(self.module, plan, self._context)
 
 
 def prepare(
@@ -108,7 +137,7 @@ def prepare(
         threads=threads,
         warnings=tuple(_warnings(module, degrees, parallel)),
     )
-    return SplitModule(module, splitter, report)
+    return SplitModule(module, splitter, report, context)
 
 
 def _changed(module: nn.Module, prepare: PrepareConfig) -> nn.Module:

@@ -38,10 +38,10 @@ def find_fault(
 
 
 def is_call(obj: Any) -> bool:
-    """Whether `obj` is the `(args, kwargs)` of a call."""
+    """Whether `obj` is the `(args, kwargs)` of a call, perhaps with its cache contexts."""
     return (
         type(obj) is tuple
-        and len(obj) == 2
+        and (len(obj) == 2 or (len(obj) == 3 and type(obj[2]) is tuple))
         and type(obj[0]) is tuple
         and type(obj[1]) is dict
         and all(isinstance(name, str) for name in obj[1])
@@ -58,8 +58,7 @@ def type_name(obj: Any) -> str:
 def _parts(obj: Any, state_of: Callable[[nn.Module], Any]) -> Iterator[tuple[str, Any]]:
     """What `obj` holds, each with the text that leads to it."""
     if is_call(obj):
-        yield "args", obj[0]
-        yield "kwargs", obj[1]
+        yield from zip(("args", "kwargs", "contexts"), obj, strict=False)
     elif isinstance(obj, Mapping):
         for key, value in obj.items():
             yield f"[{key!r}]", value

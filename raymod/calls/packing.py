@@ -148,7 +148,7 @@ def describe(obj: Any, limit: int = 500) -> str:
         Like `hidden_states: float32[1, 64, 16], return_dict=False`.
     """
     if is_call(obj):
-        args, kwargs = obj
+        args, kwargs = obj[:2]
         parts = [_show(value) for value in args]
         parts += [_named(name, value) for name, value in kwargs.items()]
         text = ", ".join(parts)

@@ -68,11 +68,14 @@ class Gang:
     Attributes:
         report: How it was started.
         last_call: Where the time and the bytes of the last call went; None before it.
+        on_rebuilt: Called with the gang when its ranks were started anew and have loaded the
+            module, before anything else: gives them what changed since the first start.
     """
 
     def __init__(self, asked: Asked, existing: Existing, report: GangReport) -> None:
         self.report = report
         self.last_call: CallReport | None = None
+        self.on_rebuilt: Callable[[Gang], None] | None = None
         self._asked = asked
         self._existing = existing
         self._seen = _Seen()
@@ -147,12 +150,18 @@ class Gang:
 
     # -- work ----------------------------------------------------------------------------------
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        contexts: tuple[tuple[str, Mapping[str, Any]], ...] = (),
+    ) -> Any:
         """One call of the module, on all ranks.
 
         Args:
             args: Positional arguments, nested as they like.
             kwargs: Keyword arguments.
+            contexts: Name and fields of each cache context that it is made in, outermost first.
 
         Returns:
             What the module returns, on the CPU.
@@ -168,7 +177,8 @@ class Gang:
         self._check_open()
         lines = self._existing.lines
         began = time.monotonic()
-        packed = pack((tuple(args), dict(kwargs)), what="argument", as_it_is=True)
+        call = (tuple(args), dict(kwargs), tuple(contexts))
+        packed = pack(call, what="argument", as_it_is=True)
         pack_s = time.monotonic() - began
         with self._my_turn():
             began = time.monotonic()
@@ -269,6 +279,11 @@ class Gang:
         return tuple(found)
 
     # -- end -----------------------------------------------------------------------------------
+
+    def fail(self, error: GangError) -> None:
+        """End the ranks because of `error`, as if a rank had died; later calls say so."""
+        if self._seen.failure is None:
+            self._end_as_failed(error)
 
     def close(self) -> None:
         """End the ranks and free what they held. Bounded in time; twice is not worse.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["FETCH_BYTES", "cast", "fetch_weights", "set_attribute", "set_mode"]
+from raymod.errors import RankFailure
+from raymod.module.undo import Snapshot, overwritten
+
+__all__ = ["FETCH_BYTES", "Outcome", "attempt", "call", "fetch_weights", "make", "run", "settle"]
 
 FETCH_BYTES = 256 * 2**20
 
@@ -36,22 +40,94 @@ def _batches(sizes: Mapping[str, int]) -> Iterable[list[str]]:
         yield names
 
 
-def cast(worker: Any, dtype: torch.dtype) -> None:
-    """Change the dtype of the rank's weights."""
-    worker.module.to(dtype)
-    worker.forget_checks()
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a change on one rank.
+
+    Attributes:
+        failure: What it raised; None if it was made.
+        whole: Whether the module is as it should be: changed, or after a failure as before.
+        value: What the change returned, where that was asked for.
+    """
+
+    failure: RankFailure | None = None
+    whole: bool = True
+    value: Any = None
 
 
-def set_mode(worker: Any, mode: bool) -> None:
-    """Set training or evaluation mode."""
-    worker.module.train(mode)
-    worker.forget_checks()
+def attempt(
+    worker: Any,
+    method: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    returns: bool = False,
+) -> Outcome:
+    """Change the rank's module, so that it can be taken back until `settle`.
+
+    Never raises for what the change raises: the other ranks may have made it, and the driver is to
+    take it back there.
+
+    Args:
+        worker: The rank.
+        method: Name of a method of the module, or a function that gets the module first.
+        args: Its arguments.
+        kwargs: Its arguments.
+        returns: Whether to send back what it returns.
+    """
+    worker.undo = None
+    try:
+        with worker.unsplit() as module:
+            worker.undo = Snapshot(module, overwritten(module, method, args, kwargs))
+            value = call(module, method, args, kwargs)
+    except Exception as error:
+        failure = RankFailure.of(error, rank=worker.rank, node=worker.node)
+        return Outcome(failure=failure, whole=settle(worker, keep=False))
+    return Outcome(value=value if returns else None)
 
 
-def set_attribute(worker: Any, name: str, value: Any) -> None:
-    """Set a plain attribute of the rank's module."""
-    setattr(worker.module, name, value)
-    worker.forget_checks()
+def settle(worker: Any, keep: bool) -> bool:
+    """Keep what `attempt` did, or take it back.
+
+    Returns:
+        Whether the module is as it should be then.
+    """
+    snapshot, worker.undo = worker.undo, None
+    if snapshot is None or keep:
+        return True
+    try:
+        with worker.unsplit():
+            snapshot.restore()
+    except Exception:
+        return False
+    return True
+
+
+def make(
+    worker: Any,
+    method: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Change the rank's module for good; for a gang that is not in use yet."""
+    with worker.unsplit() as module:
+        call(module, method, args, kwargs)
+
+
+def run(worker: Any, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a method of the rank's module that changes nothing which would have to be kept."""
+    return getattr(worker.module, method)(*args, **kwargs)
+
+
+def call(
+    module: nn.Module,
+    method: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Make a change, here or on a rank."""
+    if callable(method):
+        return method(module, *args, **kwargs)
+    return getattr(module, method)(*args, **kwargs)
 
 
 def _sizes_on_rank(worker: Any) -> dict[str, int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import threading
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 from raymod.errors import ConfigError, RaymodError, StubClosedError, UnsupportedError, WeightsError
 from raymod.module import on_ranks
+from raymod.module.record import Record
+from raymod.module.sides import Contexts, LocalWeights, Method, RanksProtocol, Sides
 from raymod.module.surface import REFUSED, refusal
 
 __all__ = ["RanksProtocol", "RemoteModule", "make_stub", "restore_local"]
@@ -21,40 +25,26 @@ __all__ = ["RanksProtocol", "RemoteModule", "make_stub", "restore_local"]
 Self = TypeVar("Self", bound="RemoteModule")
 
 
-class RanksProtocol(Protocol):
-    """All that a stub knows of its gang."""
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One forward on the ranks; the output's tensors are on the CPU."""
-
-    @property
-    def last_call(self) -> Any:
-        """Where the time and the bytes of the last call went; None before it."""
-
-    def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """One method, or function of the worker, on every rank; the replies in rank order."""
-
-    def close(self) -> None:
-        """End the ranks; harmless when repeated."""
-
-
-class LocalWeights(Protocol):
-    """Local weights that were freed and can be put back."""
-
-    def restore(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Put `values`, by name, back into the very parameters and buffers from before."""
-
-
 @dataclass(kw_only=True, eq=False)
 class _State:
     """What a stub has beyond what it shares with the original."""
 
-    original: nn.Module
-    gang: RanksProtocol
+    sides: Sides
     report: Any
     device: torch.device
-    freed: LocalWeights | None = None
+    shared: frozenset[str]
+    contexts: threading.local = field(default_factory=threading.local)
     closed: bool = False
+
+    @property
+    def original(self) -> nn.Module:
+        """The driver's own module."""
+        return self.sides.original
+
+    @property
+    def gang(self) -> RanksProtocol:
+        """Its ranks."""
+        return self.sides.gang
 
 
 class RemoteModule(nn.Module):
@@ -97,7 +87,7 @@ class RemoteModule(nn.Module):
                 "an input requires gradients, and the ranks run inference only: call the module "
                 "under torch.no_grad(), detach the input, or unwrap the module to train it."
             )
-        output = state.gang.call(args, kwargs)
+        output = state.sides.forward(args, kwargs, _contexts(state))
         device = inputs[0].device if inputs else state.device
         if device.type == "cpu":
             return output
@@ -180,7 +170,7 @@ class RemoteModule(nn.Module):
                 raise ConfigError("to('meta') would drop the weights; use keep_local=False")
             self._raymod.device = device
         if dtype is not None:
-            self._cast(dtype)
+            self._change(f"change to {dtype}", "to", dtype, group="dtype")
         return self
 
     def cuda(self: Self, device: int | torch.device | None = None) -> Self:
@@ -213,18 +203,27 @@ class RemoteModule(nn.Module):
         """Change the dtype to bfloat16, here and on every rank."""
         return self.to(torch.bfloat16)
 
-    def _cast(self, dtype: torch.dtype) -> None:
-        state = self._open(f"change to {dtype}")
-        state.gang.call_all(on_ranks.cast, dtype)
-        state.original.to(dtype)
-
     def train(self: Self, mode: bool = True) -> Self:
         """Set training or evaluation mode, here and on every rank."""
         if mode != self.training:
-            self._open("change its mode").gang.call_all(on_ranks.set_mode, mode)
-            self._raymod.original.train(mode)
-            self.__dict__["training"] = mode
+            self._change("change its mode", "train", mode, group="train", supersedes=True)
         return self
+
+    def _change(self, what: str, method: Method, *args: Any, **options: Any) -> Any:
+        """Make one change here and on every rank, or nowhere; see `Sides.change`."""
+        state = self._open(what)
+        value = state.sides.change(method, *args, **options)
+        self._follow()
+        return self if value is state.original else value
+
+    def _follow(self) -> None:
+        """Take over what a change has set on the original, and drop what it has deleted."""
+        state = self._raymod
+        now = _shared(state.original)
+        for name in state.shared - now.keys():
+            self.__dict__.pop(name, None)
+        self.__dict__.update(now)
+        state.shared = frozenset(now)
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         raise UnsupportedError(
@@ -237,7 +236,7 @@ class RemoteModule(nn.Module):
         """The local weights; fetched from rank 0 where `keep_local=False` freed them."""
         state = self._raymod
         found = state.original.state_dict(*args, **kwargs)
-        if state.freed is None:
+        if state.sides.freed is None:
             return found
         prefix = kwargs.get("prefix", "")
         values = on_ranks.fetch_weights(self._open("fetch its weights").gang)
@@ -249,7 +248,7 @@ class RemoteModule(nn.Module):
     # -- the rest of being a module ------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, (nn.Module, torch.Tensor)):
+        if isinstance(value, torch.Tensor):
             raise UnsupportedError(
                 f"{type(self).__name__}.{name} cannot be replaced while the module runs on "
                 f"raymod's ranks: raymod.unwrap it, change it, and wrap it again."
@@ -257,8 +256,10 @@ class RemoteModule(nn.Module):
         # private names and `forward` are where hooks (accelerate, diffusers) keep their own state
         is_local = name.startswith("_") or name == "forward"
         if not is_local and not isinstance(getattr(type(self), name, None), property):
-            self._open(f"set its {name}").gang.call_all(on_ranks.set_attribute, name, value)
-        object.__setattr__(self, name, value)
+            what = f"set its {name}"
+            self._change(what, setattr, name, value, group=f".{name}", supersedes=True)
+        else:
+            object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         if not (name.startswith("_") or name == "forward"):
@@ -287,15 +288,30 @@ def make_stub(
     report: Any,
     device: torch.device,
     freed: LocalWeights | None = None,
+    from_local: bool = True,
 ) -> RemoteModule:
-    """A stub for `original`; nothing is set on `original` itself."""
+    """A stub for `original`; nothing is set on `original` itself.
+
+    Args:
+        original: The driver's module.
+        gang: Its ranks.
+        report: How they were started.
+        device: Where the module was.
+        freed: Its weights, where they were freed.
+        from_local: Whether ranks that are started anew would load `original` as it stands then;
+            see `Record`.
+    """
     kind: Any = type(original)
     cls = _stub_class(kind)
     stub = cls.__new__(cls)
     # the dicts of parameters, buffers and submodules are shared, so both see the same weights
-    stub.__dict__.update(_shared(original))
+    shared = _shared(original)
+    stub.__dict__.update(shared)
     stub.__dict__["_raymod"] = _State(
-        original=original, gang=gang, report=report, device=device, freed=freed
+        sides=Sides(original, gang, Record(from_local=from_local), freed),
+        report=report,
+        device=device,
+        shared=frozenset(shared),
     )
     return stub
 
@@ -318,7 +334,7 @@ def _shared(original: nn.Module) -> dict[str, Any]:
 def restore_local(stub: RemoteModule) -> nn.Module:
     """The original of `stub`, with its weights fetched back where they were freed."""
     state = stub._raymod
-    if state.freed is None:
+    if state.sides.freed is None:
         return state.original
     lost = (
         "the local weights were freed with keep_local=False and the ranks that held them are "
@@ -330,9 +346,36 @@ def restore_local(stub: RemoteModule) -> nn.Module:
         values = on_ranks.fetch_weights(state.gang)
     except RaymodError as error:
         raise WeightsError(f"{lost}.") from error
-    state.freed.restore(values)
-    state.freed = None
+    state.sides.freed.restore(values)
+    state.sides.freed = None
     return state.original
+
+
+def _contexts(state: _State) -> Contexts:
+    """The cache contexts that this thread is in."""
+    found: Contexts = getattr(state.contexts, "entered", ())
+    return found
+
+
+@contextmanager
+def _cache_context(stub: RemoteModule, name: str, **fields: Any) -> Iterator[None]:
+    """Mark the calls inside as of one kind ("cond", "uncond"), for the ranks' step caches.
+
+    Holds for this thread. Name and fields travel with each call, which every rank makes in its
+    module's own `cache_context`; inside of another context, in both.
+
+    Args:
+        stub: The stub.
+        name: Which calls share a state.
+        **fields: What else the module's own `cache_context` takes.
+    """
+    state = stub._raymod
+    outer = _contexts(state)
+    state.contexts.entered = (*outer, (name, fields))
+    try:
+        yield
+    finally:
+        state.contexts.entered = outer
 
 
 def _is_tensor(leaf: object) -> bool:
@@ -348,6 +391,8 @@ def _stub_class(cls: type[Any]) -> type[RemoteModule]:
         "__doc__": cls.__doc__,
         "forward": _forward_like(cls),
     }
+    if hasattr(cls, "cache_context"):
+        namespace["cache_context"] = _cache_context
     for method in REFUSED:
         if hasattr(cls, method):
             namespace[method] = refusal(cls.__name__, method)

@@ -1,6 +1,6 @@
 """How one module runs on several ranks: the mesh, the splits, and the check of both."""
 
-from raymod.parallel.context import apply_context
+from raymod.parallel.context import apply_context, place, remove
 from raymod.parallel.mesh import Mesh
 from raymod.parallel.sequence import SequenceContext, TooFewTokensError
 from raymod.parallel.split import Share, Splitter
@@ -12,4 +12,6 @@ __all__ = [
     "Splitter",
     "TooFewTokensError",
     "apply_context",
+    "place",
+    "remove",
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from raymod.parallel.mesh import Mesh
 from raymod.parallel.sequence import SequenceContext
 from raymod.plans import Cut, Gather, SequencePlan, resolve
 
-__all__ = ["apply_context"]
+__all__ = ["apply_context", "place", "remove"]
 
 
 def apply_context(module: nn.Module, plan: SequencePlan, mesh: Mesh) -> SequenceContext:
@@ -39,6 +40,17 @@ def apply_context(module: nn.Module, plan: SequencePlan, mesh: Mesh) -> Sequence
     """
     assert mesh.ulysses_group is not None
     context = SequenceContext(mesh.ulysses_group, mesh.device)
+    place(module, plan, context)
+    return context
+
+
+def place(module: nn.Module, plan: SequencePlan, context: SequenceContext) -> None:
+    """Put the cuts and gathers of `plan` into `module`; `remove` takes them off.
+
+    Raises:
+        ConfigError: Nothing in the module matches the plan.
+    """
+    context.hooks = 0
     for path in dict.fromkeys(cut.path for cut in plan.cuts):
         cuts = [cut for cut in plan.cuts if cut.path == path]
         for target in resolve(module, path, source=plan.source):
@@ -55,7 +67,12 @@ def apply_context(module: nn.Module, plan: SequencePlan, mesh: Mesh) -> Sequence
     context.attentions = _enter_attention(module, context)
     if context.attentions:
         install()
-    return context
+
+
+def remove(context: SequenceContext) -> None:
+    """Take everything off the module that `place` put there. Twice is not worse."""
+    while context.undo:
+        context.undo.pop()()
 
 
 def _enter_attention(module: nn.Module, context: SequenceContext) -> int:
@@ -64,6 +81,8 @@ def _enter_attention(module: nn.Module, context: SequenceContext) -> int:
     for child in module.modules():
         for carrier in (getattr(child, "processor", None), None if child is module else child):
             if carrier is not None and hasattr(carrier, "_parallel_config"):
+                if id(carrier) not in found:
+                    context.undo.append(partial(setattr, carrier, "_parallel_config", None))
                 carrier._parallel_config = context
                 found.add(id(carrier))
     return len(found)
@@ -104,9 +123,9 @@ def _place_cuts(target: nn.Module, cuts: Sequence[Cut], context: SequenceContext
         return _changed(output, outputs, cut_output)
 
     if arguments or lists:
-        target.register_forward_pre_hook(before, with_kwargs=True)
+        context.undo.append(target.register_forward_pre_hook(before, with_kwargs=True).remove)
     if outputs:
-        target.register_forward_hook(after)
+        context.undo.append(target.register_forward_hook(after).remove)
     return len(cuts)
 
 
@@ -119,7 +138,7 @@ def _place_gathers(target: nn.Module, gathers: Sequence[Gather], context: Sequen
         join = lambda tensor, index: context.gather(tensor, by_output[index].dim)  # noqa: E731
         return _changed(output, by_output, join)
 
-    target.register_forward_hook(after)
+    context.undo.append(target.register_forward_hook(after).remove)
     return len(gathers)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,6 +37,7 @@ class SequenceContext:
         cuts: Numbers of tokens that were cut in this call, before the cut.
         hooks: Number of cuts and gathers placed in the module.
         attentions: Number of attention processors that carry the context.
+        undo: What takes all of them off the module again.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -48,6 +49,7 @@ class SequenceContext:
         self.cuts: set[int] = set()
         self.hooks = 0
         self.attentions = 0
+        self.undo: list[Callable[[], None]] = []
         self._schedules: OrderedDict[Hashable, list[list[tuple[int, ...]]]] = OrderedDict()
         self._schedule: list[list[tuple[int, ...]]] = []
         self._step = 0

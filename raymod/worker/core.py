@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -120,6 +120,7 @@ class Worker:
         transport: How its calls travel.
         device: Where its module runs.
         module: Its prepared module; None before `prepare`.
+        undo: How the last change of the module is taken back, while that can still be asked.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Worker:
         self._store: TCPStore | None = None
         self._receiver: weights.Receiver | None = None
         self._split: SplitModule | None = None
+        self.undo: Any = None
         self._work = _Work()
         gpu_count = torch.cuda.device_count() if gpu_ids else 0
         self.device, self._warnings = host.choose_device(gpu_ids, os.environ, gpu_count)
@@ -265,7 +267,8 @@ class Worker:
         """One call of the module.
 
         Args:
-            parcel: `(args, kwargs)`, packed and sent.
+            parcel: `(args, kwargs, contexts)`, packed and sent; `contexts` are names and fields
+                of the module's `cache_context`, outermost first.
         """
         call: Any = None
         done = False
@@ -273,8 +276,9 @@ class Worker:
             try:
                 if self._split is None:
                     raise ConfigError("nothing is prepared: call prepare first")
-                call = unpack(self.transport.receive(parcel), device=self.device)
-                share = self._split(*call)
+                *call, contexts = unpack(self.transport.receive(parcel), device=self.device)
+                with self._in_contexts(contexts):
+                    share = self._split(*call)
                 done = True
                 # prepare has waited for the collectives of share.output, so its bytes are there
                 sent = self._send(share.output) if share.replies else None
@@ -310,10 +314,16 @@ class Worker:
                 return self._failed(error, began, call, done=done)
             return Reply(rank=self.rank, parcel=sent, seconds=time.monotonic() - began)
 
-    def forget_checks(self) -> None:
-        """Check the next call of each kind against the whole module again: it was changed."""
-        if self._split is not None:
-            self._split.forget()
+    @contextmanager
+    def unsplit(self) -> Iterator[nn.Module]:
+        """The module as it is without its split, for what changes it; afterwards it is split again.
+
+        The next call of each kind is then checked against the whole module as the first was.
+        """
+        if self._split is None:
+            raise ConfigError("nothing is prepared: call prepare first")
+        with self._split.unsplit() as module:
+            yield module
 
     def health(self) -> Health:
         """How this rank is; safe to ask from another thread during a call."""
@@ -332,6 +342,14 @@ class Worker:
         group.leave()
 
     # -- within --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_contexts(self, contexts: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[None]:
+        """In the cache contexts that the driver's call was made in."""
+        with ExitStack() as stack:
+            for name, fields in contexts:
+                stack.enter_context(cast("Any", self.module).cache_context(name, **fields))
+            yield
 
     def _receiving(self) -> weights.Receiver:
         if self._receiver is None:

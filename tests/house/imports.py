@@ -49,7 +49,6 @@ ROOMS = (
     Room(2, ("weights",)),
     Room(2, ("transport",), never=("diffusers",)),
     Room(1, ("calls",), never=("ray", "diffusers", "torch.distributed")),
-    Room(1, ("replay",), never=("ray", "torch")),
     Room(1, ("config",), never=("ray", "diffusers", "torch.distributed")),
     Room(0, ("errors",), never=("ray", "torch", "diffusers", "numpy", "cloudpickle")),
 )

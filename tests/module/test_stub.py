@@ -15,13 +15,7 @@ from raymod.errors import ConfigError, StubClosedError, UnsupportedError, Weight
 from raymod.module import RemoteModule, make_stub, restore_local
 from raymod.weights import free
 from tests import models
-from tests.module.standin import Ranks, Report
-
-
-def stub_of(module: nn.Module, **options: Any) -> tuple[RemoteModule, Ranks]:
-    ranks = Ranks(module)
-    stub = make_stub(module, ranks, report=Report(), device=torch.device("cpu"), **options)
-    return stub, ranks
+from tests.module.standin import Ranks, Report, stub_of
 
 
 @pytest.fixture
@@ -146,8 +140,8 @@ def test_attributes_are_set_on_every_rank(flux: Any) -> None:
     stub, ranks = stub_of(module)
     stub.out_channels = 7
     assert ranks.module.out_channels == stub.out_channels == 7
-    with pytest.raises(UnsupportedError, match="proj_out"):
-        stub.proj_out = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match="scale"):
+        stub.scale = torch.ones(1)
     with pytest.raises(UnsupportedError, match="proj_out"):
         del stub.proj_out
 

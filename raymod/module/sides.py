@@ -1,0 +1,179 @@
+"""The two sides of a stub, changed together: the driver's own module, and the ranks' copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from raymod.errors import GangError, GangFailedError, RankError
+from raymod.module import on_ranks
+from raymod.module.record import Record
+from raymod.module.undo import Snapshot, overwritten
+
+__all__ = ["Contexts", "LocalWeights", "Method", "RanksProtocol", "Sides"]
+
+Contexts = tuple[tuple[str, Mapping[str, Any]], ...]
+Method = str | Callable[..., Any]
+
+
+class RanksProtocol(Protocol):
+    """All that a stub knows of its gang.
+
+    Attributes:
+        on_rebuilt: Called with the gang when its ranks were started anew and have loaded the
+            module.
+    """
+
+    on_rebuilt: Callable[[Any], None] | None
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Contexts = ()) -> Any:
+        """One forward on the ranks; the output's tensors are on the CPU."""
+
+    @property
+    def last_call(self) -> Any:
+        """Where the time and the bytes of the last call went; None before it."""
+
+    def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """One method, or function of the worker, on every rank; the replies in rank order."""
+
+    def fail(self, error: GangError) -> None:
+        """End the ranks because of `error`."""
+
+    def close(self) -> None:
+        """End the ranks; harmless when repeated."""
+
+
+class LocalWeights(Protocol):
+    """Local weights that were freed and can be put back."""
+
+    def restore(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Put `values`, by name, back into the very parameters and buffers from before."""
+
+
+class Sides:
+    """The driver's module and its ranks.
+
+    Attributes:
+        original: The driver's module.
+        gang: Its ranks.
+        record: What has changed since the ranks loaded it.
+        freed: The driver's weights, where they were freed.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        gang: RanksProtocol,
+        record: Record,
+        freed: LocalWeights | None = None,
+    ) -> None:
+        self.original = original
+        self.gang = gang
+        self.record = record
+        self.freed = freed
+        self._turn = threading.RLock()
+        self._unsettled = False
+        gang.on_rebuilt = record.replay
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Contexts) -> Any:
+        """One call of the ranks' module; waits for a change that another thread makes."""
+        with self._in_turn():
+            return self.gang.call(args, kwargs, contexts)
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the ranks' module that changes nothing that has to be kept."""
+        with self._in_turn():
+            (value,) = self.gang.call_all(on_ranks.run, method, args, kwargs, reply_rank=0)
+        return value
+
+    def change(
+        self,
+        method: Method,
+        *args: Any,
+        group: str = "",
+        local: bool = True,
+        supersedes: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Make one change on the driver's module and on all ranks, or on none of them.
+
+        Args:
+            method: Name of a method of the module, or a picklable function that gets the module as
+                its first argument and changes it.
+            *args: Its arguments.
+            group: What it is about, for the record.
+            local: Whether to make it on the driver's module too.
+            supersedes: Whether earlier changes of the group no longer matter.
+            **kwargs: Its arguments.
+
+        Returns:
+            What it returned on the driver's module; else on rank 0.
+
+        Raises:
+            RankError: A rank could not make it; no side has it then.
+            GangError: The ranks are gone, or one could not go back to what it was.
+        """
+        with self._in_turn():
+            with self._taken_back_on_error(method, args, kwargs, local):
+                value = on_ranks.call(self.original, method, args, kwargs) if local else None
+                outcomes = self._on_ranks(method, args, kwargs, returns=not local)
+            self.record.add(method, args, kwargs, group=group, local=local, supersedes=supersedes)
+        return value if local else outcomes[0].value
+
+    # -- within --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        with self._turn:
+            if self._unsettled:  # a change was interrupted: some ranks may have made it
+                self._settle(keep=False)
+            yield
+
+    @contextmanager
+    def _taken_back_on_error(
+        self, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
+    ) -> Iterator[None]:
+        if not local:
+            yield
+            return
+        module = self.original
+        before = Snapshot(module, overwritten(module, method, args, kwargs))
+        try:
+            yield
+        except BaseException:
+            before.restore()
+            raise
+
+    def _on_ranks(
+        self, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, returns: bool
+    ) -> list[on_ranks.Outcome]:
+        self._unsettled = True
+        outcomes: list[on_ranks.Outcome] = self.gang.call_all(
+            on_ranks.attempt, method, args, kwargs, returns=returns
+        )
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        if not failures:
+            self._settle(keep=True)
+            return outcomes
+        error = RankError.from_failures(failures)
+        whole = all(outcome.whole for outcome in outcomes)
+        self._settle(keep=False, whole=whole, because=error)
+        raise error
+
+    def _settle(self, *, keep: bool, whole: bool = True, because: GangError | None = None) -> None:
+        """Let all ranks keep the last change, or take it back."""
+        whole = whole and all(self.gang.call_all(on_ranks.settle, keep))
+        self._unsettled = False
+        if not whole:
+            error = GangFailedError(
+                "the ranks could not go back to what they were before a change that one of them "
+                "could not make; they would differ, so the gang was ended"
+            )
+            error.__cause__ = because
+            self.gang.fail(error)
+            raise error
