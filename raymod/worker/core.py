@@ -276,9 +276,10 @@ class Worker:
             try:
                 if self._split is None:
                     raise ConfigError("nothing is prepared: call prepare first")
-                *call, contexts = unpack(self.transport.receive(parcel), device=self.device)
+                args, kwargs, contexts = unpack(self.transport.receive(parcel), device=self.device)
+                call = (args, kwargs)
                 with self._in_contexts(contexts):
-                    share = self._split(*call)
+                    share = self._split(args, kwargs)
                 done = True
                 # prepare has waited for the collectives of share.output, so its bytes are there
                 sent = self._send(share.output) if share.replies else None

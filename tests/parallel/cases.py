@@ -240,11 +240,52 @@ def runs_after_forget() -> list[int]:
     counts = []
     for number in range(4):
         if number == 2:
-            ready.forget()
+            with ready.unsplit():
+                pass
         runs.clear()
         ready((), {"x": torch.ones(4, 3, 8), "time": torch.ones(4)})
         counts.append(len(runs))
     return counts
+
+
+class Adapted(nn.Module):
+    """A layer with something added, as adapters do; what the layer's own hooks did not see."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.added = nn.Linear(layer.in_features, layer.out_features)
+        models.randomise(self.added, seed=5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.added(x)
+
+
+def changed_while_split() -> list[tuple[Any, torch.Tensor, int]]:
+    """A module changed and changed back: output, that of the whole one, image tokens of a rank."""
+    module, make_inputs = models.FAMILIES["flux"]()
+    whole, _ = models.FAMILIES["flux"]()
+    layer, plain_layer = module.proj_out, whole.proj_out
+    ready = split(module, {"ulysses_degree": 2})
+    inputs = make_inputs(1)
+    tokens: list[int] = []
+    note = lambda _, args, kwargs: tokens.append(kwargs["hidden_states"].shape[1])  # noqa: E731
+    module.transformer_blocks[0].register_forward_pre_hook(note, with_kwargs=True)
+    found = []
+    for replaced, other in (
+        (layer, plain_layer),
+        (Adapted(layer), Adapted(plain_layer)),
+        (layer, plain_layer),
+    ):
+        with ready.unsplit() as inner:
+            inner.proj_out = replaced
+        whole.proj_out = other
+        with torch.no_grad():
+            expected = whole(**inputs)[0]
+        for _ in range(2):
+            share = ready((), inputs)
+        found.append((share.output, expected, tokens[-1]))
+    return found
 
 
 def neighbour(name: str) -> tuple[torch.Tensor, torch.Tensor]:

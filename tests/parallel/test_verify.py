@@ -154,6 +154,14 @@ def test_forget_checks_again(ranks: World) -> None:
         assert runs == [2, 1, 2, 1]
 
 
+def test_a_module_that_is_changed_while_split_is_split_anew(ranks: World) -> None:
+    """Where a layer that the plan gathers at is wrapped, the gather goes on to the wrapper."""
+    first, second = ranks(2)(cases.changed_while_split)
+    for (output, expected, tokens), (_, _, others) in zip(first, second, strict=True):
+        assert cases.largest_difference(expected, output[0]) <= 1e-5
+        assert (tokens, others) == (18, 17)
+
+
 @pytest.mark.parametrize("name", models.FAMILIES)
 def test_another_model_in_the_process_is_left_alone(ranks: World, name: str) -> None:
     for before, after in ranks(2)(cases.neighbour, name):

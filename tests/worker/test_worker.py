@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -50,7 +51,7 @@ def worker() -> Iterator[Worker]:
 
 
 def forward(worker: Worker, *args: Any, **kwargs: Any) -> Reply:
-    return worker.forward(TRANSPORT.send(pack((args, kwargs))))
+    return worker.forward(TRANSPORT.send(pack((args, kwargs, ()))))
 
 
 def output(reply: Reply) -> Any:
@@ -99,6 +100,22 @@ def test_what_cannot_be_put_together_here(worker: Worker) -> None:
     reply = worker.forward(TRANSPORT.send(Packed(skeleton, ())))
     assert reply.failure is not None
     assert reply.failure.type_name == "raymod.errors.PackError"
+
+
+def test_a_call_is_made_in_its_cache_contexts(worker: Worker) -> None:
+    entered: list[Any] = []
+
+    @contextlib.contextmanager
+    def cache_context(name: str, **fields: Any) -> Iterator[None]:
+        entered.append((name, fields))
+        yield
+        entered.append("left")
+
+    worker.module.cache_context = cache_context  # type: ignore[union-attr,assignment]
+    contexts = (("cond", {"step_index": 1}), ("inner", {}))
+    packed = pack(((torch.ones(3),), {}, contexts))
+    output(worker.forward(TRANSPORT.send(packed)))
+    assert entered == [("cond", {"step_index": 1}), ("inner", {}), "left", "left"]
 
 
 def test_functions_and_methods(worker: Worker) -> None:
