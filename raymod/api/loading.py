@@ -152,6 +152,7 @@ def _stub_of_skeleton(skeleton: nn.Module, started: Gang) -> RemoteModule:
             report=started.report,
             device=torch.device("cpu"),
             freed=weight_sources.vacant(skeleton),
+            from_local=False,
         )
     except BaseException:
         started.close()

@@ -93,7 +93,14 @@ def wrap(
             freed: weight_sources.Freed | None = weight_sources.vacant(module)
         else:
             freed = None if keep_local else weight_sources.free(module)
-        stub = make_stub(module, started, report=started.report, device=device, freed=freed)
+        stub = make_stub(
+            module,
+            started,
+            report=started.report,
+            device=device,
+            freed=freed,
+            from_local=freed is None and weights in ("auto", "memory"),
+        )
         place.put(stub)
     except BaseException:
         started.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from raymod.errors import GangError, GangFailedError, RankError
 from raymod.module import on_ranks
 from raymod.module.record import Record
 from raymod.module.undo import Snapshot, overwritten
+from raymod.module.watch import Watch, make_differences
 
 __all__ = ["Contexts", "LocalWeights", "Method", "RanksProtocol", "Sides"]
 
@@ -54,6 +56,9 @@ class LocalWeights(Protocol):
     def restore(self, values: Mapping[str, torch.Tensor]) -> None:
         """Put `values`, by name, back into the very parameters and buffers from before."""
 
+    def follow(self, module: nn.Module) -> None:
+        """Free what `module` has got since, and note the names that its weights have now."""
+
 
 class Sides:
     """The driver's module and its ranks.
@@ -76,6 +81,7 @@ class Sides:
         self.gang = gang
         self.record = record
         self.freed = freed
+        self._watch: Watch | None = None
         self._turn = threading.RLock()
         self._unsettled = False
         gang.on_rebuilt = record.replay
@@ -83,7 +89,14 @@ class Sides:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Contexts) -> Any:
         """One call of the ranks' module; waits for a change that another thread makes."""
         with self._in_turn():
+            self._follow()
             return self.gang.call(args, kwargs, contexts)
+
+    def expose(self) -> None:
+        """A part of the driver's module is given out, and may be changed from now on."""
+        if self._watch is None:
+            with self._turn:
+                self._watch = self._watch or Watch(self.original)
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the ranks' module that changes nothing that has to be kept."""
@@ -94,22 +107,23 @@ class Sides:
     def change(
         self,
         method: Method,
-        *args: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
         group: str = "",
         local: bool = True,
         supersedes: bool = False,
-        **kwargs: Any,
     ) -> Any:
         """Make one change on the driver's module and on all ranks, or on none of them.
 
         Args:
             method: Name of a method of the module, or a picklable function that gets the module as
                 its first argument and changes it.
-            *args: Its arguments.
+            args: Its arguments.
+            kwargs: Its arguments.
             group: What it is about, for the record.
             local: Whether to make it on the driver's module too.
             supersedes: Whether earlier changes of the group no longer matter.
-            **kwargs: Its arguments.
 
         Returns:
             What it returned on the driver's module; else on rank 0.
@@ -118,14 +132,40 @@ class Sides:
             RankError: A rank could not make it; no side has it then.
             GangError: The ranks are gone, or one could not go back to what it was.
         """
+        kwargs = kwargs or {}
         with self._in_turn():
+            self._follow()
             with self._taken_back_on_error(method, args, kwargs, local):
-                value = on_ranks.call(self.original, method, args, kwargs) if local else None
+                value = self._locally(method, args, kwargs) if local else None
                 outcomes = self._on_ranks(method, args, kwargs, returns=not local)
             self.record.add(method, args, kwargs, group=group, local=local, supersedes=supersedes)
+            if self._watch is not None:
+                self._watch.note()
         return value if local else outcomes[0].value
 
     # -- within --------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Make on the ranks what was done to the driver's parts, past the stub."""
+        if self._watch is None:
+            return
+        found = self._watch.differences()
+        if found:
+            self._on_ranks(make_differences, (found,), {}, returns=False)
+            self.record.add(make_differences, (found,), {}, group="parts")
+            self._watch.note()
+
+    def _locally(self, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make a change on the driver's module."""
+        # some methods take things out of the dicts that they are given
+        args = tuple(dict(value) if type(value) is dict else value for value in args)
+        if self.freed is None:
+            return on_ranks.call(self.original, method, args, kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
+            value = on_ranks.call(self.original, method, args, kwargs)
+        self.freed.follow(self.original)
+        return value
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,9 +14,10 @@ from torch.utils import _pytree as pytree
 
 from raymod.errors import ConfigError, RaymodError, StubClosedError, UnsupportedError, WeightsError
 from raymod.module import on_ranks
+from raymod.module.adapters import AdapterReport
+from raymod.module.methods import stub_class
 from raymod.module.record import Record
 from raymod.module.sides import Contexts, LocalWeights, Method, RanksProtocol, Sides
-from raymod.module.surface import REFUSED, refusal
 
 __all__ = ["RanksProtocol", "RemoteModule", "make_stub", "restore_local"]
 
@@ -34,6 +33,7 @@ class _State:
     device: torch.device
     shared: frozenset[str]
     contexts: threading.local = field(default_factory=threading.local)
+    adapters: dict[str, AdapterReport] = field(default_factory=dict)
     closed: bool = False
 
     @property
@@ -45,6 +45,12 @@ class _State:
     def gang(self) -> RanksProtocol:
         """Its ranks."""
         return self.sides.gang
+
+    @property
+    def entered(self) -> Contexts:
+        """The cache contexts that this thread is in, outermost first."""
+        found: Contexts = getattr(self.contexts, "entered", ())
+        return found
 
 
 class RemoteModule(nn.Module):
@@ -87,7 +93,7 @@ class RemoteModule(nn.Module):
                 "an input requires gradients, and the ranks run inference only: call the module "
                 "under torch.no_grad(), detach the input, or unwrap the module to train it."
             )
-        output = state.sides.forward(args, kwargs, _contexts(state))
+        output = state.sides.forward(args, kwargs, state.entered)
         device = inputs[0].device if inputs else state.device
         if device.type == "cpu":
             return output
@@ -118,6 +124,11 @@ class RemoteModule(nn.Module):
         in seconds `pack_s`, `send_s`, `compute_s`, `reply_s` and `total_s`.
         """
         return self._raymod.gang.last_call
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterReport]:
+        """Of each LoRA that was loaded through the stub: how many of its weights fitted."""
+        return types.MappingProxyType(self._raymod.adapters)
 
     def close(self) -> None:
         """End the ranks. The stub stays in place and says so when it is called.
@@ -170,7 +181,7 @@ class RemoteModule(nn.Module):
                 raise ConfigError("to('meta') would drop the weights; use keep_local=False")
             self._raymod.device = device
         if dtype is not None:
-            self._change(f"change to {dtype}", "to", dtype, group="dtype")
+            self._change(f"change to {dtype}", "to", dtype, options={"group": "dtype"})
         return self
 
     def cuda(self: Self, device: int | torch.device | None = None) -> Self:
@@ -206,13 +217,29 @@ class RemoteModule(nn.Module):
     def train(self: Self, mode: bool = True) -> Self:
         """Set training or evaluation mode, here and on every rank."""
         if mode != self.training:
-            self._change("change its mode", "train", mode, group="train", supersedes=True)
+            options = {"group": "train", "supersedes": True}
+            self._change("change its mode", "train", mode, options=options)
         return self
 
-    def _change(self, what: str, method: Method, *args: Any, **options: Any) -> Any:
-        """Make one change here and on every rank, or nowhere; see `Sides.change`."""
+    def _change(
+        self,
+        what: str,
+        method: Method,
+        *args: Any,
+        options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Make one change here and on every rank, or nowhere; see `Sides.change`.
+
+        Args:
+            what: What cannot be done on a closed stub.
+            method: As for `Sides.change`, like `args` and `kwargs`.
+            *args: Its arguments.
+            options: `group`, `local` and `supersedes` of `Sides.change`.
+            **kwargs: Its arguments.
+        """
         state = self._open(what)
-        value = state.sides.change(method, *args, **options)
+        value = state.sides.change(method, args, kwargs, **(options or {}))
         self._follow()
         return self if value is state.original else value
 
@@ -245,6 +272,36 @@ class RemoteModule(nn.Module):
                 found[name] = values[name.removeprefix(prefix)]
         return found
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the driver's module."""
+        return self._raymod.original.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the driver's module."""
+        return self._raymod.original.named_buffers(*args, **kwargs)
+
+    # -- parts ---------------------------------------------------------------------------------
+    # Whoever gets one may change it; see `raymod.module.watch`.
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The stub, and the parts of the driver's module."""
+        self._raymod.sides.expose()
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The parts of the driver's module; none for what offloads, which has nothing to do."""
+        if type(self.__dict__.get("_hf_hook")).__name__ in _OFFLOADS_PARTS:
+            return iter(())
+        self._raymod.sides.expose()
+        children: Iterator[tuple[str, nn.Module]] = super().named_children()
+        return children
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_modules", ()):
+            self._raymod.sides.expose()
+        return super().__getattr__(name)
+
     # -- the rest of being a module ------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -256,8 +313,8 @@ class RemoteModule(nn.Module):
         # private names and `forward` are where hooks (accelerate, diffusers) keep their own state
         is_local = name.startswith("_") or name == "forward"
         if not is_local and not isinstance(getattr(type(self), name, None), property):
-            what = f"set its {name}"
-            self._change(what, setattr, name, value, group=f".{name}", supersedes=True)
+            options = {"group": f".{name}", "supersedes": True}
+            self._change(f"set its {name}", setattr, name, value, options=options)
         else:
             object.__setattr__(self, name, value)
 
@@ -302,8 +359,8 @@ def make_stub(
             see `Record`.
     """
     kind: Any = type(original)
-    cls = _stub_class(kind)
-    stub = cls.__new__(cls)
+    cls: Any = stub_class(kind, RemoteModule)
+    stub: RemoteModule = cls.__new__(cls)
     # the dicts of parameters, buffers and submodules are shared, so both see the same weights
     shared = _shared(original)
     stub.__dict__.update(shared)
@@ -316,6 +373,8 @@ def make_stub(
     return stub
 
 
+# What accelerate puts on a module, last, before it goes on to its parts.
+_OFFLOADS_PARTS = ("AlignDevicesHook", "SequentialHook")
 _HOOKS = ("_compiled_call_impl", "_diffusers_hook", "_hf_hook", "_old_forward", "hf_device_map")
 
 
@@ -351,60 +410,5 @@ def restore_local(stub: RemoteModule) -> nn.Module:
     return state.original
 
 
-def _contexts(state: _State) -> Contexts:
-    """The cache contexts that this thread is in."""
-    found: Contexts = getattr(state.contexts, "entered", ())
-    return found
-
-
-@contextmanager
-def _cache_context(stub: RemoteModule, name: str, **fields: Any) -> Iterator[None]:
-    """Mark the calls inside as of one kind ("cond", "uncond"), for the ranks' step caches.
-
-    Holds for this thread. Name and fields travel with each call, which every rank makes in its
-    module's own `cache_context`; inside of another context, in both.
-
-    Args:
-        stub: The stub.
-        name: Which calls share a state.
-        **fields: What else the module's own `cache_context` takes.
-    """
-    state = stub._raymod
-    outer = _contexts(state)
-    state.contexts.entered = (*outer, (name, fields))
-    try:
-        yield
-    finally:
-        state.contexts.entered = outer
-
-
 def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
-
-
-@functools.lru_cache(maxsize=64)
-def _stub_class(cls: type[Any]) -> type[RemoteModule]:
-    """A subclass of `cls` that passes for it by name, with the refused methods replaced."""
-    namespace: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "forward": _forward_like(cls),
-    }
-    if hasattr(cls, "cache_context"):
-        namespace["cache_context"] = _cache_context
-    for method in REFUSED:
-        if hasattr(cls, method):
-            namespace[method] = refusal(cls.__name__, method)
-    made = types.new_class(cls.__name__, (RemoteModule, cls), {}, lambda ns: ns.update(namespace))
-    return cast("type[RemoteModule]", made)
-
-
-def _forward_like(cls: type[nn.Module]) -> Callable[..., Any]:
-    """`RemoteModule.forward` with the signature of `cls`, which some pipelines look at."""
-
-    @functools.wraps(cls.forward)
-    def forward(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
-        return RemoteModule.forward(self, *args, **kwargs)
-
-    return forward

@@ -84,6 +84,11 @@ def overwritten(
     if method in ("fuse_lora", "unfuse_lora"):
         for part in _adapted(module):
             yield from part.get_base_layer().parameters()
+    elif getattr(method, "__name__", "") == "make_differences":
+        for one in args[0]:
+            if one.name == "merged_adapters":
+                changed: Any = module.get_submodule(one.path)
+                yield from changed.get_base_layer().parameters()
     elif method == "load_state_dict":
         named = args[0] if args else kwargs.get("state_dict", {})
         yield from (tensor for name, tensor in _tensors(module) if name in named)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,16 +43,7 @@ def free(module: nn.Module) -> Freed:
                 f"keep_local=False: {slot.names[0]} is a {type(slot.tensor).__name__}, whose data "
                 f"cannot be freed and put back. Keep the local weights."
             )
-    for slot in slots:
-        tensor = slot.tensor
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-        if isinstance(tensor, nn.Parameter):
-            empty = nn.Parameter(empty, tensor.requires_grad)
-        for holder, name in slot.places:
-            holder[name] = empty
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        tensor.grad = None
-    return Freed(slots)
+    return Freed(_emptied(slots))
 
 
 def vacant(skeleton: nn.Module) -> Freed:
@@ -61,14 +52,7 @@ def vacant(skeleton: nn.Module) -> Freed:
     Args:
         skeleton: A module whose weights are on the meta device.
     """
-    slots = _slots(skeleton)
-    for slot in slots:
-        tensor = slot.tensor
-        empty = torch.empty(0, dtype=tensor.dtype)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        slot.tensor = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        slot.device = torch.device("cpu")
-    return Freed(slots)
+    return Freed([_vacated(slot) for slot in _slots(skeleton)])
 
 
 class Freed:
@@ -93,10 +77,63 @@ class Freed:
             for holder, name in slot.places:
                 holder[name] = slot.tensor
 
+    def follow(self, module: nn.Module) -> None:
+        """Free what the module has got since, and note the names that its weights have now.
+
+        Weights that it has lost are forgotten.
+
+        Args:
+            module: The module whose weights were freed.
+        """
+        known = {(id(holder), key): slot for slot in self._slots for holder, key in slot.places}
+        kept: dict[int, _Slot] = {}
+        new: list[tuple[str, torch.Tensor, _Dict, str]] = []
+        for name, tensor, holder, key in named_weights(module):
+            slot = known.get((id(holder), key))
+            if slot is None or not tensor.is_meta:
+                new.append((name, tensor, holder, key))
+                continue
+            if id(slot) not in kept:
+                slot.names, slot.places, kept[id(slot)] = [], [], slot
+            slot.names.append(name)
+            slot.places.append((holder, key))
+        self._slots = [*kept.values(), *_emptied(_gathered(new))]
+
 
 def _slots(module: nn.Module) -> list[_Slot]:
+    return _gathered(named_weights(module))
+
+
+def _emptied(slots: list[_Slot]) -> list[_Slot]:
+    """Put meta tensors where the weights are, and let go of these."""
+    for slot in slots:
+        tensor = slot.tensor
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, tensor.requires_grad)
+        for holder, name in slot.places:
+            holder[name] = empty
+        if tensor.is_meta:
+            _vacated(slot)
+            continue
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.grad = None
+    return slots
+
+
+def _vacated(slot: _Slot) -> _Slot:
+    """With an empty tensor, to be filled later, instead of a meta one, which cannot be."""
+    tensor = slot.tensor
+    empty = torch.empty(0, dtype=tensor.dtype)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    slot.tensor = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    slot.device = torch.device("cpu")
+    return slot
+
+
+def _gathered(weights: Iterable[tuple[str, torch.Tensor, _Dict, str]]) -> list[_Slot]:
     slots: dict[int, _Slot] = {}
-    for name, tensor, holder, key in named_weights(module):
+    for name, tensor, holder, key in weights:
         slot = slots.setdefault(id(tensor), _Slot(tensor, tensor.shape, tensor.device, [], []))
         slot.names.append(name)
         slot.places.append((holder, key))

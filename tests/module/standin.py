@@ -90,6 +90,12 @@ class Ranks:
             raise RankError.from_failures(failures)
         return replies if reply_rank is None else replies[reply_rank : reply_rank + 1]
 
+    def start_anew(self, module: nn.Module) -> None:
+        """As a gang does that has lost its ranks: with the module from its source."""
+        self.workers = [Worker(w.rank, copy.deepcopy(module)) for w in self.workers]
+        assert self.on_rebuilt is not None
+        self.on_rebuilt(self)
+
     def fail(self, error: GangError) -> None:
         self.failure = error
 
@@ -97,8 +103,10 @@ class Ranks:
         self.closes += 1
 
 
-def stub_of(module: nn.Module, count: int = 1, **options: Any) -> tuple[RemoteModule, Ranks]:
+def stub_of(
+    module: nn.Module, count: int = 1, *, ranks: Ranks | None = None, **options: Any
+) -> tuple[RemoteModule, Ranks]:
     """A stub of `module` on ranks of this process."""
-    ranks = Ranks(module, count)
+    ranks = ranks or Ranks(module, count)
     stub = make_stub(module, ranks, report=Report(), device=torch.device("cpu"), **options)
     return stub, ranks

@@ -171,7 +171,7 @@ def test_a_call_waits_for_a_change(pair: Any) -> None:
             go.wait(5)
             order.append("changed")
 
-    change = threading.Thread(target=lambda: stub._change("change", slow, local=True))
+    change = threading.Thread(target=lambda: stub._change("change", slow))
     ranks.call_all = lambda method, *a, **k: [True] * 2 if "keep" in str(a) else []  # not packed
     change.start()
     assert entered.wait(5)
@@ -199,7 +199,7 @@ def test_a_new_gang_gets_all_changes_again(from_local: bool) -> None:
     stub.out_channels = 3
     stub.out_channels = 7
     stub.to(torch.float64)
-    stub._change("change", set_on_ranks_only, [1, 2], local=False)
+    stub._change("change", set_on_ranks_only, [1, 2], options={"local": False})
     names = [entry.group for entry in stub._raymod.sides.record.entries]
     assert names == ([""] if from_local else [".out_channels", "dtype", ""])
     rebuilt = Ranks(fresh, 2)
