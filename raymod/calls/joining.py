@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from raymod.calls.trees import items, rebuilt, relisted, same
+from raymod.calls.trees import hidden_items, items, rebuilt, relisted, same
 
 __all__ = ["Join", "find_join", "guess_join", "join", "take"]
 
@@ -54,7 +54,7 @@ def find_join(whole: Any, part: Any, *, batch: int, own: int) -> Join | None:
     inside, others = items(whole), items(part)
     if inside is not None and others is not None:
         return _find_each(inside, others, batch, own)
-    return Join("same") if same(whole, part) else None
+    return Join("same") if _are_alike(whole, part, set()) else None
 
 
 def guess_join(part: Any, *, own: int) -> Join:
@@ -129,6 +129,23 @@ def _find_each(
             return None
         found.append((key, how))
     return Join("each", items=tuple(found))
+
+
+def _are_alike(whole: Any, part: Any, seen: set[int]) -> bool:
+    """Whether two objects are the same for all samples, which those are that hold nothing else."""
+    if type(whole) is not type(part):
+        return False
+    if isinstance(whole, torch.Tensor):
+        return bool(whole.shape == part.shape and whole.dtype == part.dtype)
+    inside, others = items(whole), items(part)
+    if inside is None or others is None:
+        if same(whole, part) or id(whole) in seen:
+            return True
+        inside, others = hidden_items(whole), hidden_items(part)
+    seen.add(id(whole))
+    if inside is None or others is None or list(inside) != list(others):
+        return False
+    return all(_are_alike(value, others[key], seen) for key, value in inside.items())
 
 
 def _are_samples(entries: list[Any], own: int) -> bool:

@@ -5,11 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
 
-__all__ = ["Path", "items", "map_tensors", "rebuilt", "relisted", "same", "tensors", "walk"]
+__all__ = [
+    "Path",
+    "hidden_items",
+    "items",
+    "map_tensors",
+    "rebuilt",
+    "relisted",
+    "same",
+    "tensors",
+    "walk",
+]
 
 Path = tuple[Hashable, ...]
 
@@ -22,6 +33,14 @@ def items(value: Any) -> dict[Hashable, Any] | None:
         return dict(value)
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
+    return None
+
+
+def hidden_items(value: Any) -> dict[Hashable, Any] | None:
+    """What is in an object that compares by its address only, such as a function; else None."""
+    equal: Any = type(value).__eq__
+    if equal is object.__eq__ or isinstance(value, MethodType):
+        return dict(getattr(value, "__dict__", {}))
     return None
 
 

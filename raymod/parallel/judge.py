@@ -16,7 +16,7 @@ from raymod.calls.trees import map_tensors
 from raymod.errors import SplitError
 from raymod.parallel.batch import Call, batch_sizes, candidates
 from raymod.parallel.sequence import TooFewTokensError
-from raymod.parallel.verify import difference, limit_for
+from raymod.parallel.verify import difference, is_all_broken, limit_for
 from raymod.parallel.ways import WHOLE, Runner, Way
 
 __all__ = ["Judge", "Trial", "Whole"]
@@ -24,6 +24,10 @@ __all__ = ["Judge", "Trial", "Whole"]
 # How long a rank waits for the others' verdict: they have run the same, but may be slower.
 MIN_PATIENCE_S = 60.0
 PATIENCE_IN_RUNS = 10
+# The same of a rank that raised: if it did so alone, they are likely to wait for it in a
+# collective, and will never come.
+MIN_PATIENCE_AFTER_ERROR_S = 5.0
+PATIENCE_AFTER_ERROR_IN_RUNS = 4
 
 # When the search for what carries the batch ends: most wrong guesses fail at once.
 MAX_BATCH_SIZES = 2
@@ -39,11 +43,13 @@ class Whole:
         output: The output, of all samples and tokens.
         limit: The largest difference that counts as equal.
         seconds: How long it took the slowest rank.
+        says_something: Whether there is anything in it to compare with; the same on all ranks.
     """
 
     output: Any
     limit: float
     seconds: float
+    says_something: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Trial:
         seconds: How long it took the slowest rank.
         output: This rank's output.
         error: What this rank raised.
+        is_final: Whether later calls of the kind may go the same way.
     """
 
     way: Way
@@ -63,6 +70,7 @@ class Trial:
     seconds: float = 0.0
     output: Any = None
     error: Exception | None = None
+    is_final: bool = True
 
 
 class Judge:
@@ -91,8 +99,9 @@ class Judge:
                 f"set ParallelConfig(verify=False) if you have compared the outputs yourself."
             ) from error
         mine = time.monotonic() - start
-        (seconds,) = self._mesh.worst([mine], limit_s=_patience_s(mine))
-        return Whole(output, limit_for(self._runner.module, output), seconds)
+        nothing = float(is_all_broken(output))
+        seconds, nothing = self._mesh.worst([mine, nothing], limit_s=_patience_s(mine))
+        return Whole(output, limit_for(self._runner.module, output), seconds, not nothing)
 
     def attempt(self, call: Call, way: Way, whole: Whole) -> Trial:
         """Run the call in a way and compare; all ranks must do so together.
@@ -164,18 +173,25 @@ class Judge:
     ) -> tuple[float, float]:
         """The largest difference and the longest time on any rank."""
         too_few = error if isinstance(error, TooFewTokensError) else None
+        limit_s = _patience_s(whole.seconds, raised=error is not None)
+        found: list[float] | None = None
         try:
-            worst, slowest, any_too_few = self._mesh.worst(
-                [value, seconds, float(too_few is not None)], limit_s=_patience_s(whole.seconds)
-            )
-        except TimeoutError as late:
-            raise (error or late) from late  # whoever raised alone says why
+            found = self._mesh.worst([value, seconds, float(too_few is not None)], limit_s=limit_s)
+        except TimeoutError:
+            if error is None:
+                raise
+        if found is None:
+            assert error is not None
+            raise error  # out here, so that it keeps its own context
+        worst, slowest, any_too_few = found
         if any_too_few:
             raise too_few or TooFewTokensError("another rank has fewer tokens than ranks")
         return worst, slowest
 
 
-def _patience_s(seconds: float) -> float:
+def _patience_s(seconds: float, *, raised: bool = False) -> float:
+    if raised:
+        return max(MIN_PATIENCE_AFTER_ERROR_S, PATIENCE_AFTER_ERROR_IN_RUNS * seconds)
     return max(MIN_PATIENCE_S, PATIENCE_IN_RUNS * seconds)
 
 

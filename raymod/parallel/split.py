@@ -159,8 +159,9 @@ class Splitter:
             share = self._share(call, way, here)
             return replace(share, warnings=self._news(tuple(texts)) + share.warnings)
         trial = self._choose(call, ways, here, texts)
-        self._ways[key] = trial.way
-        self._families.setdefault(self._kind(call, values=False), []).append(trial.way)
+        if trial.is_final:
+            self._ways[key] = trial.way
+            self._families.setdefault(self._kind(call, values=False), []).append(trial.way)
         return self._made(call, trial.way, trial.output, tuple(texts))
 
     def _wanted(self, call: Call, sequence: bool) -> Iterator[Way]:
@@ -180,6 +181,12 @@ class Splitter:
         """The first of `ways` that reproduces the model; says in `texts` what does not."""
         judge = Judge(self._runner, seed=self._calls, key=here)
         whole = judge.whole(call)
+        if not whole.says_something:
+            texts.append(
+                f"{self._name} itself puts out nothing but NaN or infinity, without any split, so "
+                f"no split can be checked by it; every rank runs the whole of such calls"
+            )
+            return Trial(WHOLE, output=whole.output, is_final=False)
         for way in ways:
             trial = judge.attempt(call, way, whole)
             if not trial.failure:

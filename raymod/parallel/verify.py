@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from raymod.calls.trees import Path, items, same, tensors
+from raymod.calls.trees import Path, hidden_items, items, same, tensors
 
-__all__ = ["Difference", "difference", "limit_for"]
+__all__ = ["Difference", "difference", "is_all_broken", "limit_for"]
 
 LIMIT = 1e-4
 LIMIT_16_BIT = 3e-2
+
+# A tensor that is smaller than this part of the largest one may be mere rounding of it, such as
+# the mean of what was normalised.
+NEGLIGIBLE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,9 @@ class Difference:
     """The largest difference between two outputs.
 
     Attributes:
-        value: Relative to the largest entry of the whole output, or to 1 where that is larger;
-            infinite where types, shapes or plain values differ or something is no number.
+        value: Relative to the largest finite entry of the tensor, or to `NEGLIGIBLE` of the whole
+            output's largest one; infinite where types, shapes or plain values differ, or entries
+            that are no finite number.
         where: What differs, in words; empty where nothing does.
     """
 
@@ -48,44 +55,104 @@ def _rounds_inside(output: Any) -> bool:
         return True
 
 
+def is_all_broken(output: Any) -> bool:
+    """Whether there are numbers in `output`, and none of them is finite."""
+    found = [tensor for tensor in tensors(output) if _is_inexact(tensor) and tensor.numel()]
+    return bool(found) and not any(bool(torch.isfinite(tensor).any()) for tensor in found)
+
+
 def difference(whole: Any, split: Any) -> Difference:
-    """The largest difference between the whole model's output and the split one's."""
-    return _differ(whole, split, ())
+    """The largest difference between the whole model's output and the split one's.
+
+    What the whole model itself makes infinite or no number must be the same in the split one's. Of
+    objects that only compare by their address, what they hold is compared; the rest is left out.
+    """
+    largest = max((_largest(tensor) for tensor in tensors(whole)), default=0.0)
+    return _Comparison(NEGLIGIBLE * largest).of(whole, split, ())
 
 
-def _differ(whole: Any, split: Any, path: Path) -> Difference:
-    if type(whole) is not type(split):
-        return _broken(path, f"is {type(split).__name__}, not {type(whole).__name__}")
-    if isinstance(whole, torch.Tensor):
-        return _differ_by(whole, split, path)
-    inside, others = items(whole), items(split)
-    if inside is None or others is None:
-        return Difference() if same(whole, split) else _broken(path, f"is {split!r}, not {whole!r}")
-    if list(inside) != list(others):
-        return _broken(path, f"has {len(others)} items, not {len(inside)}")
-    found = [_differ(inside[key], others[key], (*path, key)) for key in inside]
-    return max(found, key=lambda one: one.value, default=Difference())
+class _Comparison:
+    """One comparison of two outputs."""
+
+    def __init__(self, least_scale: float) -> None:
+        self._least_scale = least_scale
+        self._seen: set[int] = set()
+
+    def of(self, whole: Any, split: Any, path: Path) -> Difference:
+        if type(whole) is not type(split):
+            return _broken(path, f"is {type(split).__name__}, not {type(whole).__name__}")
+        if isinstance(whole, np.ndarray) and whole.dtype.kind in "biufc":
+            whole, split = _as_tensor(whole), _as_tensor(split)
+        if isinstance(whole, torch.Tensor):
+            return self._of_tensors(whole, split, path)
+        inside, others = items(whole), items(split)
+        if inside is not None and others is not None:
+            return self._of_items(inside, others, path)
+        if same(whole, split):
+            return Difference()
+        inside, others = hidden_items(whole), hidden_items(split)
+        if inside is None or others is None:
+            return _broken(path, f"is {split!r}, not {whole!r}")
+        if id(whole) in self._seen:
+            return Difference()
+        self._seen.add(id(whole))
+        return self._of_items(inside, others, path)
+
+    def _of_items(
+        self, inside: Mapping[Any, Any], others: Mapping[Any, Any], path: Path
+    ) -> Difference:
+        if list(inside) != list(others):
+            return _broken(path, f"has {len(others)} items, not {len(inside)}")
+        found = [self.of(inside[key], others[key], (*path, key)) for key in inside]
+        return max(found, key=lambda one: one.value, default=Difference())
+
+    def _of_tensors(self, whole: torch.Tensor, split: torch.Tensor, path: Path) -> Difference:
+        if whole.shape != split.shape:
+            return _broken(path, f"has shape {list(split.shape)}, not {list(whole.shape)}")
+        if whole.dtype != split.dtype:
+            return _broken(path, f"is {split.dtype}, not {whole.dtype}")
+        if whole.numel() == 0:
+            return Difference()
+        if not _is_inexact(whole):
+            equal = torch.equal(whole, split)
+            return Difference() if equal else _broken(path, "has other integers")
+        wide = torch.complex128 if whole.is_complex() else torch.float64
+        one, other = whole.to(wide), split.to(wide)
+        finite = torch.isfinite(one)
+        if not torch.equal(finite, torch.isfinite(other)):
+            return _broken(path, "is not finite in the same places")
+        if not torch.equal(_kinds(one[~finite]), _kinds(other[~finite])):
+            return _broken(path, "has other infinities")
+        if not bool(finite.any()):
+            return Difference()
+        apart = float((one - other)[finite].abs().max())
+        if apart == 0:
+            return Difference()
+        scale = max(float(one[finite].abs().max()), self._least_scale)
+        if scale == 0:
+            return _broken(path, f"is up to {apart:.2g}, not zero")
+        return Difference(apart / scale, f"{_name(path)} differs by {apart / scale:.2g}")
 
 
-def _differ_by(whole: torch.Tensor, split: torch.Tensor, path: Path) -> Difference:
-    if whole.shape != split.shape:
-        return _broken(path, f"has shape {list(split.shape)}, not {list(whole.shape)}")
-    if whole.dtype != split.dtype:
-        return _broken(path, f"is {split.dtype}, not {whole.dtype}")
-    if whole.numel() == 0:
-        return Difference()
-    if not (whole.is_floating_point() or whole.is_complex()):
-        equal = torch.equal(whole, split)
-        return Difference() if equal else _broken(path, "has other integers")
-    wide = torch.complex128 if whole.is_complex() else torch.float64
-    one, other = whole.to(wide), split.to(wide)
-    if not bool(torch.isfinite(one).all()):
-        return _broken(path, "is not finite in the whole model either, so nothing can be compared")
-    scale = max(1.0, float(one.abs().max()))
-    value = float((one - other).abs().max()) / scale
-    if math.isnan(value) or math.isinf(value):
-        return _broken(path, "is not finite")
-    return Difference(value, f"{_name(path)} differs by {value:.2g}") if value else Difference()
+def _kinds(values: torch.Tensor) -> torch.Tensor:
+    """Values that are not finite, made comparable."""
+    parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return torch.where(torch.isfinite(parts), 0.0, torch.nan_to_num(parts, 2.0, 1.0, -1.0))
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    if not _is_inexact(tensor) or not tensor.numel():
+        return 0.0
+    sizes = tensor.abs().to(torch.float64)
+    return float(torch.where(torch.isfinite(sizes), sizes, 0.0).max())
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _as_tensor(array: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(array))
 
 
 def _broken(path: Path, how: str) -> Difference:

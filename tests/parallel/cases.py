@@ -177,8 +177,8 @@ def arguments_after(module: nn.Module, call: Call, degrees: Degree) -> tuple[Any
 
 def impatient(change: Callable[[nn.Module], None]) -> list[str]:
     """What a rank raises in a call to a tiny Flux whose split run fails on one rank only."""
-    judge.MIN_PATIENCE_S = 2.0
-    judge.PATIENCE_IN_RUNS = 0
+    judge.MIN_PATIENCE_AFTER_ERROR_S = 2.0
+    judge.PATIENCE_AFTER_ERROR_IN_RUNS = 0
     module, make_inputs = models.flux()
     ready = split(module, {"ulysses_degree": 2})
     change(module)

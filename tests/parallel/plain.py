@@ -142,9 +142,55 @@ class Popping(nn.Module):
         return x * extra.pop("scale")
 
 
-class NaN(nn.Module):
+class Root(nn.Module):
+    """No number of what is negative."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.full_like(x, torch.nan)
+        return x.sqrt()
+
+
+class Scaled(nn.Module):
+    """Small outputs."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Centred(Scaled):
+    """Depends on all of the batch, by a tenth."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - 0.1 * x.mean(0)) * self.scale
+
+
+class Held:
+    """Compares by its address."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.scale = 2
+
+
+class Endless:
+    """Holds itself."""
+
+    def __init__(self) -> None:
+        self.me = [self]
+
+
+class WithObjects(nn.Module):
+    """Puts out a function and an object beside its tensor."""
+
+    def forward(self, x: Tensor, inside: bool = False) -> Any:
+        return {"y": x + 1, "undo": abs_of, "held": Held(x if inside else torch.ones(3))}
+
+
+def abs_of(x: Tensor) -> Tensor:
+    return x.abs()
 
 
 class Step(nn.Module):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from raymod.parallel import judge
+from raymod.parallel.verify import LIMIT, difference
 from tests import models
 from tests.parallel import cases, plain, plants
 from tests.parallel.cases import Seen, largest_difference, whole_output
@@ -86,10 +89,84 @@ def test_random_numbers_are_the_same_on_all_ranks(ranks: World) -> None:
         assert_exact(seen, [True, False])
 
 
-def test_what_is_no_number_is_never_equal(ranks: World) -> None:
-    (seen,) = of_module(ranks(2), plain.NaN(), [{"x": torch.ones(4, 5)}], BATCH)
-    assert_refused(seen)
-    assert "is not finite in the whole model either" in seen[0].error
+@pytest.mark.parametrize("asked", [None, {"workers": 2}])
+def test_what_is_no_number_without_a_split_is_not_the_split_s_fault(
+    ranks: World, asked: Any
+) -> None:
+    good, bad = {"x": torch.ones(4, 5)}, {"x": torch.full((4, 5), -1.0)}
+    results = of_module(ranks(2), plain.Root(), [bad, bad, good], BATCH, asked=asked)
+    for seen in results[:2]:
+        assert [one.error for one in seen] == ["", ""]
+        assert [one.replies for one in seen] == [True, False]
+        assert bool(whole_output(seen).isnan().all())
+    (warning,) = results[0][0].warnings
+    assert "Root itself puts out nothing but NaN or infinity, without any split" in warning
+    assert results[1][0].warnings == ()
+    assert_exact(results[2], [True, True])  # checked, and split, once there is something to see
+    assert results[2][0].runs == 2
+
+
+def test_numbers_that_are_not_finite_in_places_are_compared_there(ranks: World) -> None:
+    x = torch.ones(4, 5)
+    x[:, 1] = -1
+    (seen,) = of_module(ranks(2), plain.Root(), [{"x": x}], BATCH)
+    assert [one.error for one in seen] == ["", ""]
+    assert torch.equal(whole_output(seen).isnan(), x < 0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-9])
+def test_small_outputs_are_compared_by_their_own_size(ranks: World, scale: float) -> None:
+    x = torch.randn(4, 50)
+    (wrong,) = of_module(ranks(2), plain.Centred(scale), [{"x": x}], BATCH)
+    assert_refused(wrong)
+    (exact,) = of_module(ranks(2), plain.Scaled(scale), [{"x": x}], BATCH)
+    assert_exact(exact, [True, True])
+
+
+def test_objects_that_only_have_an_address_are_compared_by_what_they_hold(ranks: World) -> None:
+    x = torch.randn(4, 5)
+    (same,) = of_module(ranks(2), plain.WithObjects(), [{"x": x}], BATCH)
+    assert [one.error for one in same] == ["", ""]
+    assert [one.replies for one in same] == [True, True]
+    (other,) = of_module(ranks(2), plain.WithObjects(), [{"x": x, "inside": True}], BATCH)
+    assert_refused(other)  # a tensor in it has the batch, and nobody puts its parts together
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("whole", "split", "value"),
+    [
+        ([1e-3, 2e-3], [1e-3, 2.1e-3], 0.05),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([0.0, 0.0], [0.0, 1e-9], INF),
+        ([1.0, NAN, INF, -INF], [1.5, NAN, INF, -INF], 0.5),
+        ([1.0, NAN], [1.0, INF], INF),
+        ([1.0, INF], [1.0, -INF], INF),
+        ([1.0, NAN], [1.0, 2.0], INF),
+        ([1.0, 2.0], [1.0, NAN], INF),
+    ],
+)
+def test_the_measure(whole: list[float], split: list[float], value: float) -> None:
+    found = difference(torch.tensor(whole), torch.tensor(split))
+    assert found.value == pytest.approx(value, rel=1e-3)
+    complex_ = [
+        torch.complex(torch.tensor(part), torch.zeros(len(part))) for part in (whole, split)
+    ]
+    assert difference(*complex_).value == pytest.approx(value, rel=1e-3)
+
+
+def test_a_mere_rounding_beside_a_large_output_is_nothing() -> None:
+    large = torch.tensor([1.0, -1.0])
+    assert difference((large, torch.tensor(1e-9)), (large, torch.tensor(-1e-9))).value < LIMIT
+    assert difference((large, torch.tensor(1e-2)), (large, torch.tensor(2e-2))).value > LIMIT
+
+
+def test_arrays_and_what_holds_itself() -> None:
+    assert difference(np.ones(3), np.ones(3)).value == 0
+    assert difference(np.ones(3), np.zeros(3)).value == 1
+    assert difference(plain.Endless(), plain.Endless()).value == 0
 
 
 def test_one_rank_fails_and_all_know(ranks: World) -> None:
@@ -103,7 +180,8 @@ def test_one_rank_fails_and_all_know(ranks: World) -> None:
 
 
 def test_one_rank_fails_in_the_middle_of_an_exchange() -> None:
-    """Its own error comes out of it, and the other does not wait for good."""
+    """Its own error comes out of it at once, although the other waits for it elsewhere."""
+    assert judge.MIN_PATIENCE_AFTER_ERROR_S <= 10
     pair = Ranks(2, timeout_s=8)
     try:
         (seen,) = list(zip(*pair(cases.impatient, plants.fails_on_rank_one), strict=True))
