@@ -74,12 +74,11 @@ def bench_pipeline(
         reports: list[dict[str, float]] = []
         try:
             wrapped, remote = _steps(pipe, given, lambda: reports.append(asdict(stub.last_call)))
+            report = stub.report
+            near = [report.ranks[rank].pid for rank in report.near]
+            memory = {"driver": pss_mb(os.getpid()), "ranks here": pss_mb(*near)}
         finally:
             unwrap(pipe)
-        pids = [info.pid for info in stub.report.ranks]
-        here = [pid for pid in pids if Path(f"/proc/{pid}/smaps_rollup").exists()]
-        memory = {"driver": pss_mb(os.getpid()), "ranks here": pss_mb(*here)}
-        report = stub.report
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -21,12 +21,18 @@ class TensorMeta:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
         """The description of `tensor`."""
-        return cls(tensor.dtype, tuple(tensor.shape))
+        return _known(tensor.dtype, tuple(tensor.shape))
 
     @cached_property
     def nbytes(self) -> int:
         """Size of the data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@lru_cache(maxsize=1024)
+def _known(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorMeta:
+    """One object for all that are alike: they are compared with every call."""
+    return TensorMeta(dtype, shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

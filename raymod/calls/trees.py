@@ -27,6 +27,8 @@ Path = tuple[Hashable, ...]
 
 def items(value: Any) -> dict[Hashable, Any] | None:
     """What is in a container, by key: an index, a key, a field's name. None if it is none."""
+    if isinstance(value, torch.Tensor):  # most of what is asked about
+        return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# Of the C module: the wrappers around them take ten times as long, to make numbers into enums.
+_getsignal: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_signal: Any = getattr(signal.signal, "__wrapped__", signal.signal)
+
 __all__ = ["interrupt_deferred"]
 
 
@@ -17,15 +21,15 @@ def interrupt_deferred() -> Iterator[None]:
 
     Python delivers it to the main thread only, so in other threads there is nothing to hold back.
     """
-    before = signal.getsignal(signal.SIGINT)
+    before = _getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
     held: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    _signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        _signal(signal.SIGINT, before)
         if held:
             before(*held[0])

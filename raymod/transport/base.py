@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from raymod.calls import Packed, TensorMeta, bytes_of
+from raymod.transport.bulk import copy_bytes
 
 __all__ = ["Bytes", "Parcel", "Transport", "inline", "private"]
 
@@ -85,5 +86,6 @@ def inline(packed: Packed) -> Parcel:
 def private(meta: TensorMeta, data: Bytes | bytes | memoryview) -> torch.Tensor:
     """A tensor of its own with a copy of `data`."""
     tensor = torch.empty(meta.shape, dtype=meta.dtype)
-    bytes_of(tensor).numpy()[:] = np.frombuffer(data, np.uint8)
+    if meta.nbytes:
+        copy_bytes(np.frombuffer(data, np.uint8).ctypes.data, tensor.data_ptr(), meta.nbytes)
     return tensor

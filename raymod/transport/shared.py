@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
-from raymod.calls import Packed, TensorMeta, bytes_of, tensor_from
+from raymod.calls import Packed, TensorMeta, tensor_from
 from raymod.transport.base import Parcel, Transport, inline, private
+from raymod.transport.bulk import copy_bytes, same_bytes
 from raymod.transport.segments import HEAD_BYTES, Pool, Segment, Ticket, Window
-from raymod.transport.unchanged import Content, same_bytes
+from raymod.transport.unchanged import Content
 
 __all__ = ["SharedTransport"]
 
@@ -39,6 +43,23 @@ class _Placed:
     skeleton: bytes | int
     owner: bytes
     keys: tuple[bytes, ...]
+
+
+class _PlacedParcel(Parcel):
+    """A parcel in a segment. Calls are alike, so what it pickles to is mostly there already."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _loaded, (_dumped(self.metas, self.nbytes, self.payload, self.reused_bytes),)
+
+
+@lru_cache(maxsize=16)
+def _dumped(*fields: Any) -> bytes:
+    return pickle.dumps(fields, protocol=5)
+
+
+@lru_cache(maxsize=16)
+def _loaded(data: bytes) -> Parcel:
+    return _PlacedParcel(*pickle.loads(data))
 
 
 class SharedTransport(Transport):
@@ -138,7 +159,7 @@ class SharedTransport(Transport):
             data = np.frombuffer(packed.skeleton, np.uint8)
             segment.bytes[end : end + skeleton].numpy()[:] = data
         placed = _Placed(segment.ticket, skeleton, self._owner, self._pool.keys)
-        parcel = Parcel(content.metas, packed.nbytes, placed, reused)
+        parcel = _PlacedParcel(content.metas, packed.nbytes, placed, reused)
         segment.lend(parcel)
         return parcel
 
@@ -204,8 +225,8 @@ def _write(
 def _copy(tensor: torch.Tensor, there: torch.Tensor, meta: TensorMeta) -> None:
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
     if is_plain and not (tensor.is_conj() or tensor.is_neg()):
-        # one memcpy: torch would wake its threads for it, and wait for them
-        there.numpy()[:] = bytes_of(tensor).numpy()
+        # torch would wake its own threads for it, which spin for a while
+        copy_bytes(tensor.data_ptr(), there.data_ptr(), meta.nbytes)
         return
     with torch.no_grad():
         tensor_from(there, meta).copy_(tensor)

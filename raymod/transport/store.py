@@ -12,7 +12,8 @@ import torch
 from raymod.calls import Packed, TensorMeta, bytes_of
 from raymod.errors import CallTimeoutError
 from raymod.transport.base import Bytes, Parcel, Transport, inline, private
-from raymod.transport.unchanged import Content, same_bytes
+from raymod.transport.bulk import same_bytes
+from raymod.transport.unchanged import Content
 
 __all__ = ["RayTransport"]
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 
 from raymod.calls import TensorMeta
 
-__all__ = ["Content", "same_bytes"]
+__all__ = ["Content"]
 
 _WORTH_BYTES = 4096
 _SAMPLE_BYTES = 64
@@ -61,14 +59,6 @@ class Content:
         return sum(meta.nbytes for meta, shared in pairs if shared)
 
 
-def same_bytes(one: int, other: int, nbytes: int) -> bool:
-    """Whether the same bytes lie at two addresses.
-
-    Bits, not numbers: -0.0 and 0.0 differ, and a NaN equals itself.
-    """
-    return bool(_memcmp()(one, other, nbytes) == 0)
-
-
 def _sample(tensor: torch.Tensor) -> bytes:
     if (
         tensor.nbytes < _WORTH_BYTES
@@ -80,12 +70,3 @@ def _sample(tensor: torch.Tensor) -> bytes:
         return b""
     start, last = tensor.data_ptr(), tensor.nbytes - _SAMPLE_BYTES
     return b"".join(ctypes.string_at(start + at, _SAMPLE_BYTES) for at in (0, last // 2, last))
-
-
-@lru_cache(maxsize=1)
-def _memcmp() -> Any:
-    # of the C library: it stops at the first difference, and other threads run meanwhile
-    memcmp: Any = ctypes.CDLL(None).memcmp
-    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    memcmp.restype = ctypes.c_int
-    return memcmp
