@@ -63,8 +63,13 @@ class Transport(ABC):
         """Make a parcel for the process that is waiting for this one's answer."""
 
     @abstractmethod
-    def receive(self, parcel: Parcel) -> Packed:
+    def receive(self, parcel: Parcel, *, device: torch.device | None = None) -> Packed:
         """The packed object again.
+
+        Args:
+            parcel: What `send` or `reply` returned, here or elsewhere.
+            device: Where its tensors are wanted, if a transport knows a short way there; they may
+                be on the CPU nevertheless.
 
         Raises:
             CallTimeoutError: The bytes did not arrive within the limit.

@@ -25,6 +25,7 @@ import torch
 
 from raymod.calls import TensorMeta, bytes_of
 from raymod.errors import GangError
+from raymod.transport import gpu
 from raymod.transport.unchanged import Content
 
 __all__ = ["HEAD_BYTES", "CannotOpenError", "Pool", "Segment", "Ticket", "Window"]
@@ -63,14 +64,17 @@ class Ticket:
         """A short name that no other segment has."""
         return self.token[:_KEY_BYTES]
 
-    def open(self) -> int:
-        """A file descriptor of the segment, to read from.
+    def open(self, *, write: bool = False) -> int:
+        """A file descriptor of the segment.
+
+        Args:
+            write: Whether it has to be writable, which what a GPU is to read has to be.
 
         Raises:
             CannotOpenError: It is not to be had here.
         """
         # The path may lead to something else in another pid namespace: never wait on it.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         try:
             fd = os.open(self.path, flags)
         except OSError as error:
@@ -102,6 +106,7 @@ class Segment:
         self.content: Content | None = None
         self.used_at = 0
         self._parcel: weakref.ref[Any] | None = None
+        self._pinned: bool | None = None
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
             self._fd = _memory_file(size)
@@ -118,6 +123,11 @@ class Segment:
     def size(self) -> int:
         """Size in bytes, head included."""
         return self.ticket.size
+
+    def pin(self) -> None:
+        """Have a GPU write to it without a copy in between, if that can be. Twice is the same."""
+        if self._pinned is None:
+            self._pinned = gpu.pin(self.bytes)
 
     def lend(self, parcel: Any) -> None:
         """Taken until `parcel` is gone."""
@@ -137,13 +147,15 @@ class Segment:
     def close(self) -> None:
         """Let go of it; readers keep what they have mapped. Twice is not worse."""
         if self._fd >= 0:
+            if self._pinned:
+                gpu.unpin(self.bytes)
             os.close(self._fd)
             self._fd = -1
             self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
-            os.close(self._fd)
+            self.close()
 
 
 class Pool:
@@ -223,9 +235,12 @@ class Window:
     """
 
     def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
         self._size = ticket.size
         self._fd = ticket.open()
         self._map: mmap.mmap | None = None
+        self._whole: torch.Tensor | None = None
+        self._pinned = False
         self._lease: weakref.ref[memoryview] | None = None
         self._settled = True
         self._dropped = False
@@ -270,6 +285,25 @@ class Window:
             left, offset = left[done:], offset + done
         return tensor
 
+    def whole(self) -> torch.Tensor:
+        """The very memory that its owner writes to, pinned if that can be, for a GPU to read.
+
+        Only for as long as the owner does not write to it.
+
+        Raises:
+            CannotOpenError: It is not to be had here.
+        """
+        if self._whole is None:
+            # pages of the copy-on-write mapping would be copied when they are pinned, and go stale
+            fd = self._ticket.open(write=True)
+            try:
+                shared = mmap.mmap(fd, self._size, flags=mmap.MAP_SHARED)
+            finally:
+                os.close(fd)
+            self._whole = torch.frombuffer(shared, dtype=torch.uint8)
+            self._pinned = gpu.pin(self._whole)
+        return self._whole
+
     def drop(self) -> None:
         """Let go of it, at the latest when its tensors are gone."""
         self._dropped = True
@@ -280,6 +314,9 @@ class Window:
     def close(self) -> None:
         """Let go of it; when the owner writes no more. Tensors keep what they have."""
         self._map = None
+        if self._whole is not None and self._pinned:
+            gpu.unpin(self._whole)
+        self._whole, self._pinned = None, False
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from raymod.calls import Packed, TensorMeta, tensor_from
+from raymod.transport import gpu
 from raymod.transport.base import Parcel, Transport, inline, private
 from raymod.transport.bulk import copy_bytes, same_bytes
 from raymod.transport.segments import HEAD_BYTES, Pool, Segment, Ticket, Window
@@ -100,7 +101,7 @@ class SharedTransport(Transport):
         self._last_reply = parcel  # nobody else here holds it until it is received
         return parcel
 
-    def receive(self, parcel: Parcel) -> Packed:
+    def receive(self, parcel: Parcel, *, device: torch.device | None = None) -> Packed:
         """See [`Transport.receive`][raymod.transport.Transport.receive]."""
         placed = parcel.payload
         if not isinstance(placed, _Placed):
@@ -114,6 +115,10 @@ class SharedTransport(Transport):
             if isinstance(text, int):
                 where = TensorMeta(torch.uint8, (text,))
                 text = window.copy(end, where).numpy().tobytes()
+            if device is not None and device.type == "cuda":
+                # done before the owner of the segment can hear of it, so there is nothing to lease
+                parts = _parts(window.whole(), parcel.metas, offsets)
+                return Packed(text, gpu.upload(parts, device))
             return Packed(text, self._tensors(window, parcel.metas, offsets))
 
     def settle(self) -> None:
@@ -193,6 +198,14 @@ class SharedTransport(Transport):
         return sum(w.is_leased for windows in self._windows.values() for w in windows.values())
 
 
+def _parts(
+    whole: torch.Tensor, metas: Sequence[TensorMeta], offsets: Sequence[int]
+) -> list[torch.Tensor]:
+    """The tensors that lie in `whole`, as views of it."""
+    pairs = zip(metas, offsets, strict=True)
+    return [tensor_from(whole[at : at + meta.nbytes], meta) for meta, at in pairs]
+
+
 def _layout(metas: Sequence[TensorMeta]) -> tuple[list[int], int]:
     """Where in a segment each tensor begins, and where they end."""
     offsets = []
@@ -217,7 +230,10 @@ def _write(
         if maybe and same_bytes(tensor.data_ptr(), there.data_ptr(), meta.nbytes):
             reused += meta.nbytes
         elif meta.nbytes:
+            if tensor.device.type == "cuda":
+                segment.pin()
             _copy(tensor, there, meta)
+    gpu.finish(tensors)
     segment.content = content
     return reused
 
@@ -229,4 +245,4 @@ def _copy(tensor: torch.Tensor, there: torch.Tensor, meta: TensorMeta) -> None:
         copy_bytes(tensor.data_ptr(), there.data_ptr(), meta.nbytes)
         return
     with torch.no_grad():
-        tensor_from(there, meta).copy_(tensor)
+        tensor_from(there, meta).copy_(tensor, non_blocking=True)

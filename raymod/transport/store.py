@@ -116,7 +116,7 @@ class RayTransport(Transport):
         parts += [bytes_of(tensor).numpy() for tensor in packed.tensors]
         return Parcel(tuple(map(TensorMeta.of, packed.tensors)), packed.nbytes, tuple(parts))
 
-    def receive(self, parcel: Parcel) -> Packed:
+    def receive(self, parcel: Parcel, *, device: torch.device | None = None) -> Packed:
         """See [`Transport.receive`][raymod.transport.Transport.receive]."""
         skeleton, *parts = self._parts(parcel)
         tensors = zip(parcel.metas, parts, strict=True)
