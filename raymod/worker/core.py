@@ -276,7 +276,8 @@ class Worker:
             try:
                 if self._split is None:
                     raise ConfigError("nothing is prepared: call prepare first")
-                args, kwargs, contexts = unpack(self.transport.receive(parcel), device=self.device)
+                packed = self.transport.receive(parcel, device=self.device)
+                args, kwargs, contexts = unpack(packed, device=self.device)
                 call = (args, kwargs)
                 with self._in_contexts(contexts):
                     share = self._split(args, kwargs)
