@@ -15,7 +15,7 @@ from raymod.errors import GangError, GangFailedError, RankError
 from raymod.module import on_ranks
 from raymod.module.record import Record
 from raymod.module.undo import Snapshot, overwritten
-from raymod.module.watch import Watch, make_differences
+from raymod.module.watch import Watch, config_of, make_differences, set_config
 
 __all__ = ["Contexts", "LocalWeights", "Method", "RanksProtocol", "Sides"]
 
@@ -82,6 +82,7 @@ class Sides:
         self.record = record
         self.freed = freed
         self._watch: Watch | None = None
+        self._config = config_of(original)
         self._turn = threading.RLock()
         self._unsettled = False
         gang.on_rebuilt = record.replay
@@ -139,20 +140,33 @@ class Sides:
                 value = self._locally(method, args, kwargs) if local else None
                 outcomes = self._on_ranks(method, args, kwargs, returns=not local)
             self.record.add(method, args, kwargs, group=group, local=local, supersedes=supersedes)
-            if self._watch is not None:
-                self._watch.note()
+            self._note()
         return value if local else outcomes[0].value
 
     # -- within --------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         """Make on the ranks what was done to the driver's parts, past the stub."""
-        if self._watch is None:
-            return
-        found = self._watch.differences()
+        config = config_of(self.original)
+        if config != self._config:
+            news = {
+                k: v for k, v in config.items() if k not in self._config or v != self._config[k]
+            }
+            self._tell(set_config, news)
+        found = [] if self._watch is None else self._watch.differences()
         if found:
-            self._on_ranks(make_differences, (found,), {}, returns=False)
-            self.record.add(make_differences, (found,), {}, group="parts")
+            self._tell(make_differences, found)
+
+    def _tell(self, method: Method, what: Any) -> None:
+        """Make on the ranks what the driver's module has had done to it already."""
+        self._on_ranks(method, (what,), {}, returns=False)
+        self.record.add(method, (what,), {}, group="parts")
+        self._note()
+
+    def _note(self) -> None:
+        """Take the driver's module as it stands for what the ranks have."""
+        self._config = config_of(self.original)
+        if self._watch is not None:
             self._watch.note()
 
     def _locally(self, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

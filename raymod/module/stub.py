@@ -165,23 +165,20 @@ class RemoteModule(nn.Module):
         self._raymod.device = torch.device(device)
 
     def to(self: Self, *args: Any, **kwargs: Any) -> Self:
-        """Note the device, and change the dtype here and on every rank.
+        """Note the device, and change dtype and memory format here and on every rank.
 
         Weights do not move: the local ones stay on the CPU, the ranks' where they are.
         """
         parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype, _, memory_format = parsed
-        if memory_format is not None:
-            raise UnsupportedError(
-                "to(memory_format=...) is not possible while the module runs on raymod's ranks: "
-                "call it before raymod.wrap."
-            )
         if device is not None:
             if device.type == "meta":
                 raise ConfigError("to('meta') would drop the weights; use keep_local=False")
             self._raymod.device = device
-        if dtype is not None:
-            self._change(f"change to {dtype}", "to", dtype, options={"group": "dtype"})
+        what = {"dtype": dtype, "memory_format": memory_format}
+        given = {name: value for name, value in what.items() if value is not None}
+        if given:
+            self._change("change its dtype", "to", options={"group": "dtype"}, **given)
         return self
 
     def cuda(self: Self, device: int | torch.device | None = None) -> Self:
@@ -311,7 +308,7 @@ class RemoteModule(nn.Module):
                 f"raymod's ranks: raymod.unwrap it, change it, and wrap it again."
             )
         # private names and `forward` are where hooks (accelerate, diffusers) keep their own state
-        is_local = name.startswith("_") or name == "forward"
+        is_local = (name.startswith("_") and name != "_internal_dict") or name == "forward"
         if not is_local and not isinstance(getattr(type(self), name, None), property):
             options = {"group": f".{name}", "supersedes": True}
             self._change(f"set its {name}", setattr, name, value, options=options)

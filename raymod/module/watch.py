@@ -18,7 +18,7 @@ from torch import nn
 
 from raymod.errors import UnsupportedError
 
-__all__ = ["Difference", "Watch", "make_differences"]
+__all__ = ["Difference", "Watch", "config_of", "make_differences", "set_config"]
 
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_compiled_call_impl", "_diffusers_hook", "_hf_hook", "_old_forward", "forward")
@@ -94,6 +94,19 @@ class Watch:
                     f"on the ranks' parts with raymod.PrepareConfig(extra=...)."
                 )
         return found
+
+
+def config_of(module: nn.Module) -> dict[str, Any]:
+    """What is set on the module's configuration: diffusers' own code changes it in place."""
+    config = getattr(module, "_internal_dict", None)
+    return dict(getattr(config, "__dict__", None) or {})
+
+
+def set_config(module: nn.Module, values: dict[str, Any]) -> None:
+    """Set values on the configuration of a rank's module, as was done on the driver's."""
+    config = getattr(module, "_internal_dict", None)
+    for name, value in values.items():
+        setattr(config, name, value)
 
 
 def make_differences(module: nn.Module, differences: list[Difference]) -> None:
