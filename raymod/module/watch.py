@@ -9,6 +9,8 @@ are not noticed.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,14 +46,51 @@ class Difference:
     gone: bool = False
 
 
-@dataclass(frozen=True)
 class _Part:
-    """What a part was: its attributes, its children and weights, and how many hooks it had."""
+    """What a part was."""
 
-    part: nn.Module
-    attributes: dict[str, Any]
-    held: dict[str, Any]
-    hooks: tuple[int, int]
+    def __init__(self, path: str, part: nn.Module) -> None:
+        self.path = path
+        self.part = part
+        self.attributes = dict(part.__dict__)
+        self.held = _held(part)
+        # what may change inside while it stays the same object
+        self.inside = {
+            name: _frozen(value)
+            for name, value in self.attributes.items()
+            if name not in _SKIPPED and not _is_plain(value)
+        }
+        self.hooks = _hooks(part)
+
+    def is_same_inside(self) -> bool:
+        """Whether what may change inside has not."""
+        now = self.part.__dict__
+        return all(_frozen(now[name]) == was for name, was in self.inside.items())
+
+    def differences(self) -> Iterator[Difference]:
+        """What has changed."""
+        held = _held(self.part)
+        for name in {**self.held, **held}:
+            if self.held.get(name, _GONE) is not held.get(name, _GONE):
+                yield Difference(self.path, name, held.get(name), gone=name not in held)
+        now = self.part.__dict__
+        for name in {**self.attributes, **now}:
+            if name not in _SKIPPED and not self._is_equal(name, now):
+                yield Difference(self.path, name, now.get(name), gone=name not in now)
+        if self.path and _hooks(self.part) != self.hooks:
+            raise UnsupportedError(
+                f"a hook was put on {self.path}, a part of a module that runs on raymod's ranks, "
+                f"where the hook would not run. Remove it; put hooks on the whole module, or on "
+                f"the ranks' parts with raymod.PrepareConfig(extra=...)."
+            )
+
+    def _is_equal(self, name: str, now: dict[str, Any]) -> bool:
+        if name not in now or name not in self.attributes:
+            return False
+        if name in self.inside:
+            return bool(_frozen(now[name]) == self.inside[name])
+        was = self.attributes[name]
+        return now[name] is was or (_is_plain(now[name]) and bool(now[name] == was))
 
 
 class Watch:
@@ -59,15 +98,15 @@ class Watch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parts: dict[str, _Part] = {}
+        self._parts: list[_Part] = []
         self.note()
 
     def note(self) -> None:
         """Take the module as it stands for what it was."""
-        self._parts = {
-            path: _Part(part, _attributes(part), _held(part), _hooks(part))
-            for path, part in self._module.named_modules(remove_duplicate=False)
-        }
+        self._parts = [_Part(path, part) for path, part in self._module.named_modules()]
+        self._with_insides = [part for part in self._parts if part.inside]
+        self._dicts = [held for part in self._parts for held in _dicts(part.part)]
+        self._values = self._now()
 
     def differences(self) -> list[Difference]:
         """What is not what it was.
@@ -75,25 +114,20 @@ class Watch:
         Raises:
             UnsupportedError: A hook was put on a part; it would not run.
         """
-        found: list[Difference] = []
-        for path, part in self._module.named_modules(remove_duplicate=False):
-            was = self._parts.get(path)
-            if was is None or was.part is not part:
-                continue  # its parent tells
-            held, attributes = _held(part), _attributes(part)
-            for name in {**was.held, **held}:
-                if was.held.get(name, _GONE) is not held.get(name, _GONE):
-                    gone = name not in held
-                    found.append(Difference(path, name, held.get(name), gone=gone))
-            if attributes != was.attributes:
-                found.extend(_changed(path, part, was.attributes, attributes))
-            if path and _hooks(part) != was.hooks:
-                raise UnsupportedError(
-                    f"a hook was put on {path}, a part of a module that runs on raymod's ranks, "
-                    f"where the hook would not run. Remove it; put hooks on the whole module, or "
-                    f"on the ranks' parts with raymod.PrepareConfig(extra=...)."
-                )
-        return found
+        # before every call, so the usual case has to be quick: nothing was replaced
+        now = self._now()
+        if (
+            len(now) == len(self._values)
+            and all(map(operator.is_, now, self._values))
+            and all(part.is_same_inside() for part in self._with_insides)
+        ):
+            return []
+        there = {id(part) for part in self._module.modules()}  # of the others their parents tell
+        return [one for part in self._parts if id(part.part) in there for one in part.differences()]
+
+    def _now(self) -> list[Any]:
+        """Everything that the parts hold, as it is in their dicts."""
+        return list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
 
 
 def config_of(module: nn.Module) -> dict[str, Any]:
@@ -127,20 +161,19 @@ def make_differences(module: nn.Module, differences: list[Difference]) -> None:
             parts[one.path].merge(adapter_names=list(one.value))
 
 
-def _changed(
-    path: str, part: nn.Module, was: dict[str, Any], now: dict[str, Any]
-) -> Iterator[Difference]:
-    for name in {**was, **now}:
-        if was.get(name, _GONE) != now.get(name, _GONE):
-            yield Difference(path, name, part.__dict__.get(name), gone=name not in now)
-
-
-def _attributes(part: nn.Module) -> dict[str, Any]:
-    return {name: _frozen(v) for name, v in part.__dict__.items() if name not in _SKIPPED}
-
-
 def _held(part: nn.Module) -> dict[str, Any]:
     return {**part._parameters, **part._buffers, **part._modules}
+
+
+def _dicts(part: nn.Module) -> tuple[dict[str, Any], ...]:
+    hooks: tuple[Any, ...] = (part._forward_hooks, part._forward_pre_hooks)
+    return (part.__dict__, part._parameters, part._buffers, part._modules, *hooks)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 def _hooks(part: nn.Module) -> tuple[int, int]:
