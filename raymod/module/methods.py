@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from raymod.module.adapters import load_lora_adapter
@@ -28,15 +31,31 @@ def stub_class(cls: type[nn.Module], base: type[Stub]) -> type[Stub]:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "forward": _forward_like(cls, base),
+        "forward": _Forward(cls, base),
     }
     for name in dir(cls):
         made = _method(cls, base, name)
         if made is not None:
             namespace[name] = made
-    made_class = types.new_class(cls.__name__, (base, cls), {}, lambda ns: ns.update(namespace))
+    namespace["__raymod_stands_for__"] = cls
+    meta = types.new_class("StubType", (_PassesFor, type(cls)))
+    made_class = types.new_class(
+        cls.__name__, (base, cls), {"metaclass": meta}, lambda ns: ns.update(namespace)
+    )
     found: type[Stub] = made_class
     return found
+
+
+class _PassesFor(type):
+    """The stub's class is equal to the original's: `from_pipe` looks for exact types."""
+
+    __raymod_stands_for__: type
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.__raymod_stands_for__
+
+    def __hash__(cls) -> int:
+        return hash(cls.__raymod_stands_for__)
 
 
 def _method(cls: type[nn.Module], base: type[nn.Module], name: str) -> Callable[..., Any] | None:
@@ -56,14 +75,45 @@ def _method(cls: type[nn.Module], base: type[nn.Module], name: str) -> Callable[
     return None
 
 
-def _forward_like(cls: type[nn.Module], base: type[nn.Module]) -> Callable[..., Any]:
-    """The stubs' `forward` with the signature of `cls`, which some pipelines look at."""
+class _Forward:
+    """The stubs' `forward`, with the signature of the original's, which some pipelines look at.
 
-    @functools.wraps(cls.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return base.forward(self, *args, **kwargs)
+    Code around a stub may be compiled, and the stub itself by mistake. There is nothing to compile
+    in it: what it does is sent away. So it hides from the compiler, which else would try.
+    """
 
-    return forward
+    def __init__(self, cls: type[nn.Module], base: type[nn.Module]) -> None:
+        @functools.wraps(cls.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return base.forward(self, *args, **kwargs)
+
+        self.function = forward
+
+    def __get__(self, stub: Any, owner: Any = None) -> Callable[..., Any]:
+        if stub is None:
+            return self.function
+        bound = types.MethodType(self.function, stub)
+        if "torch._dynamo" not in sys.modules:  # nothing can be compiling
+            return bound
+        state = stub._raymod
+        if not torch.compiler.is_compiling() and _asked_by_torch_compile():
+            warnings.warn(
+                f"torch.compile of a raymod stub ({type(stub).__name__}) changes nothing: the "
+                f"module runs on other processes, where this does not reach. It is harmless; "
+                f"raymod.PrepareConfig says what the ranks do to their module.",
+                UserWarning,
+                stacklevel=2,
+            )
+        if state.uncompiled is None:
+            disable: Any = torch.compiler.disable
+            state.uncompiled = disable(bound)
+        found: Callable[..., Any] = state.uncompiled
+        return found
+
+
+def _asked_by_torch_compile() -> bool:
+    """Whether the caller's caller is what torch.compile makes of a module, being made."""
+    return sys._getframe(2).f_code.co_name == "_initialize"
 
 
 def _mirrored(method: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ class _State:
     device: torch.device
     shared: frozenset[str]
     contexts: threading.local = field(default_factory=threading.local)
+    uncompiled: Callable[..., Any] | None = None  # `forward`, out of a compiler's sight
     adapters: dict[str, AdapterReport] = field(default_factory=dict)
     closed: bool = False
 
