@@ -8,7 +8,7 @@
     ├── SplitError                           a split that does not reproduce the model
     ├── StubClosedError                      the stub was closed
     └── GangError                            something happened to the ranks
-        ├── GangStartError                   they never became ready
+        ├── GangStartError                   they never became ready; also what a rank raised
         │   ├── CapacityError                fewer devices than wanted
         │   └── StartTimeoutError (TimeoutError)
         ├── RankError                        a rank raised; also an instance of what it raised
@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "CallTimeoutError",
@@ -46,6 +46,9 @@ __all__ = [
     "UnsupportedError",
     "WeightsError",
 ]
+
+
+_Error = TypeVar("_Error", bound="RaymodError")
 
 
 class RaymodError(Exception):
@@ -81,7 +84,16 @@ class GangError(RaymodError):
 
 
 class GangStartError(GangError):
-    """The ranks never became ready; nothing of them is left."""
+    """The ranks never became ready; nothing of them is left.
+
+    Where a rank raised or died meanwhile, it is also a `RankError` or a `RankDiedError`, and an
+    instance of the class of what the rank raised.
+    """
+
+    @classmethod
+    def by(cls, text: str, error: Exception) -> GangStartError:
+        """One for `error`, of whose class it is as well; `text` is what it says."""
+        return _dual(cls(text), error, {"__reduce__": lambda it: (cls.by, (it.args[0], error))})
 
 
 class CapacityError(GangStartError):
@@ -174,7 +186,9 @@ class RankError(GangError):
         """One exception for `failures` (at least one), of the first one's own class as well."""
         plain = cls(failures)
         cause = plain._first().exception()
-        error = _dual(plain, cause) if isinstance(cause, Exception) else plain
+        error = plain
+        if isinstance(cause, Exception):
+            error = _dual(plain, cause, {"__reduce__": RankError.__reduce__})
         error.__cause__ = cause
         return error
 
@@ -194,22 +208,25 @@ class RankError(GangError):
         return RankError.from_failures, (self.failures,)
 
 
-def _dual(plain: RankError, cause: Exception) -> RankError:
-    """`plain` with the class of `cause` added, so that the caller's own `except` still catches."""
-    kind = type(cause)
+def _dual(plain: _Error, other: Exception, methods: Mapping[str, Any]) -> _Error:
+    """`plain` with the class of `other` added, so that the caller's own `except` still catches."""
+    own, kind = type(plain), type(other)
     if isinstance(plain, kind):
         return plain
     try:
-        both: Any = type(
-            "RankError", (RankError, kind), {"__str__": lambda self: str(self.args[0])}
-        )
+        methods = {"__module__": own.__module__, "__str__": _said, **methods}
+        both: Any = type(own.__name__, (own, kind), methods)
         error = both.__new__(both)
-        error.__dict__.update(cause.__dict__)
+        error.__dict__.update(other.__dict__)
         error.__dict__.update(plain.__dict__)
         error.args = plain.args
     except Exception:  # classes whose layouts or constructors do not combine
         return plain
-    return error if isinstance(error, RankError) else plain
+    return error if isinstance(error, own) else plain
+
+
+def _said(error: Exception) -> str:
+    return str(error.args[0])
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -6,7 +6,6 @@ layers, and the split looks for the ones that are there in the end.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from torch import nn
 
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError
+from raymod.machine import available_cores
 from raymod.parallel import Mesh, SequenceContext, Share, Splitter, apply_context, place, remove
 from raymod.plans import sequence_plan
 
@@ -190,12 +190,7 @@ def _set_threads(wanted: int | None, mesh: Mesh) -> int:
     """Give each rank of a host its share of the cores; Ray sets one thread a rank."""
     if wanted is None:
         host = socket.gethostname()
-        wanted = max(1, _cores() // mesh.said(host, limit_s=MAX_WAIT_S).count(host))
+        sharing = mesh.said(host, limit_s=MAX_WAIT_S).count(host)
+        wanted = max(1, int(available_cores() / sharing))
     torch.set_num_threads(wanted)
     return wanted
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -75,7 +75,7 @@ class RayForTests:
             logging_level="error",
             object_store_memory=300 << 20,
         )
-        self._connection = ray.get_runtime_context().get_worker_id()
+        self._connection = self._cluster()
 
     def gang(self, name: str, make: Callable[[], Any]) -> Any:
         """The gang of that name, made by `make` if there is none that works."""
@@ -112,9 +112,12 @@ class RayForTests:
     def _is_live(self) -> bool:
         import ray
 
-        return bool(
-            ray.is_initialized() and ray.get_runtime_context().get_worker_id() == self._connection
-        )
+        return ray.is_initialized() and self._cluster() == self._connection
+
+    def _cluster(self) -> str:
+        import ray
+
+        return str(ray._private.worker.global_worker.node.cluster_id.hex())
 
 
 def _health(gang: Any) -> tuple[Any, ...]:

@@ -68,8 +68,9 @@ def wrap(
     Raises:
         ConfigError: Something that was asked cannot be; raised before any rank exists.
         WeightsError: The weights cannot be moved.
-        GangStartError: The ranks did not become ready; nothing of them is left.
-        RankError: A rank raised while it loaded or prepared the module.
+        GangStartError: The ranks did not become ready; nothing of them is left. Where a rank
+            raised while it loaded or prepared the module, also a RankError and an instance of what
+            it raised, such as a WeightsError.
     """
     place = _find(target, component)
     asked = options(

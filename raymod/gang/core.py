@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _TURN_SLICE_S = 0.5
 _STEP_TEST_S = 5.0
+_SILENT_S = 0.5
+_FIRST_LINE = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -326,9 +329,9 @@ class Gang:
             )
         failure = self._seen.failure
         if failure is not None:
-            first = str(failure).partition("\n")[0][:200]
             raise GangFailedError(
-                f"the gang ended in an earlier failure ({type(failure).__name__}: {first})"
+                f"the gang ended in an earlier failure "
+                f"({type(failure).__name__}: {first_line(failure)})"
             ) from failure
 
     @contextmanager
@@ -359,11 +362,20 @@ class Gang:
         """Wait for what the ranks are still doing for a call that was interrupted."""
         if not self._flight:
             return
-        logger.info("waiting for the ranks to finish the call that was interrupted")
-        limit_s = self._asked.config.call_timeout_s
-        outcome = self._existing.lines.collect(
-            self._flight, deadline=time.monotonic() + limit_s, look=self._check_not_closed
-        )
+        began, limit_s = time.monotonic(), self._asked.config.call_timeout_s
+        is_said = False
+
+        def look() -> None:
+            nonlocal is_said
+            self._check_not_closed()
+            if not is_said and time.monotonic() - began >= _SILENT_S:
+                is_said = True
+                logger.warning(
+                    "waiting for the ranks to finish the call that was interrupted, at most %g s",
+                    limit_s,
+                )
+
+        outcome = self._existing.lines.collect(self._flight, deadline=began + limit_s, look=look)
         self._flight = {}
         try:
             self._settle(outcome)
@@ -429,6 +441,11 @@ class Gang:
             if text not in self._said:
                 self._said.add(text)
                 warnings.warn(text, UserWarning, stacklevel=_users_level())
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, cut between words where it is long."""
+    return textwrap.shorten(str(error).partition("\n")[0], _FIRST_LINE, placeholder=" ...")
 
 
 def _users_level() -> int:

@@ -9,7 +9,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from ray._private import ray_constants
 
 from raymod.config import GangConfig
 from raymod.errors import ConfigError, GangStartError, UnsupportedError
+from raymod.gang import token
 from raymod.gang.interrupts import interrupt_deferred
 
 __all__ = ["Session", "attach", "cluster_gpus", "release"]
@@ -38,7 +39,7 @@ class Session:
     """One connection of this process to a Ray.
 
     Attributes:
-        connection: Ray's id of this connection; another `ray.init` makes another.
+        connection: Its name; another `ray.init` makes another.
         node_id: Ray's id of the driver's node.
         address: The cluster's address.
         folder: Ray's files, where raymod started it; removed with it.
@@ -62,6 +63,7 @@ class Session:
 @dataclass
 class _Owned:
     session: Session
+    put_back: Callable[[], None]
     gangs: int = 0
 
 
@@ -85,7 +87,12 @@ def attach(config: GangConfig) -> Session:
         if not ray.is_initialized():
             address = running_address()
             if address is None:
-                _owned = _Owned(_start(config))
+                put_back = token.lend()
+                try:
+                    _owned = _Owned(_start(config), put_back)
+                except BaseException:
+                    put_back()
+                    raise
             else:
                 _join(address)
         _refuse_client()
@@ -153,7 +160,7 @@ def _join(address: str) -> None:
         )
     logger.info("attaching to the running Ray at %s", address)
     try:
-        if "RAY_ADDRESS" in os.environ and (_has_no_mode() or "RAY_AUTH_TOKEN" in os.environ):
+        if "RAY_ADDRESS" in os.environ and (not token.has_mode() or "RAY_AUTH_TOKEN" in os.environ):
             _knock(address)
         # The address is Ray's to find. One in RAY_ADDRESS leaves token authentication as it is
         # set; for a cluster of this machine Ray takes the user's token by itself.
@@ -182,9 +189,9 @@ def _refusal(address: str, error: Exception) -> str:
     text = " ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
     if "AuthToken" not in text and "AuthenticationError" not in text:
         return f"cannot attach to the running Ray at {address}: {error}"
-    if _has_no_mode():
+    if not token.has_mode():
         missing = "RAY_AUTH_MODE is not set to 'token' here"
-    elif not _has_token():
+    elif not token.has_token():
         missing = (
             "RAY_AUTH_MODE=token is set, but there is no token: set RAY_AUTH_TOKEN or "
             "RAY_AUTH_TOKEN_PATH, or put the file ~/.ray/auth_token in place"
@@ -195,15 +202,6 @@ def _refusal(address: str, error: Exception) -> str:
             "RAY_AUTH_TOKEN_PATH and ~/.ray/auth_token"
         )
     return f"the running Ray at {address} wants a token, and {missing}"
-
-
-def _has_no_mode() -> bool:
-    return os.environ.get("RAY_AUTH_MODE", "").lower() != "token"
-
-
-def _has_token() -> bool:
-    named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    return named or (Path.home() / ".ray" / "auth_token").exists()
 
 
 def _start(config: GangConfig) -> Session:
@@ -323,11 +321,16 @@ def _describe(folder: Path | None) -> Session:
 
 
 def _connection() -> str:
-    return str(ray.get_runtime_context().get_worker_id())
+    """The cluster's id and this connection's: the latter begins anew in each cluster."""
+    node: Any = ray._private.worker.global_worker.node
+    return f"{node.cluster_id.hex()}:{ray.get_runtime_context().get_worker_id()}"
 
 
 def _forget() -> None:
     global _owned
-    if _owned is not None and _owned.session.folder is not None:
-        shutil.rmtree(_owned.session.folder, ignore_errors=True)
+    if _owned is not None:
+        if _owned.session.folder is not None:
+            shutil.rmtree(_owned.session.folder, ignore_errors=True)
+        if not ray.is_initialized():  # one that the user started meanwhile has taken the token on
+            _owned.put_back()
     _owned = None

@@ -283,7 +283,8 @@ class _Start:
                 self._test(members)
         except GangStartError as error:
             gpus = any(member.spot.gpu_ids for member in members)
-            raise type(error)(f"{error}\n\n{_advice(gpus)}") from error.__cause__
+            error.args = (f"{error}\n\n{_advice(gpus)}",)
+            raise
 
     def _join(self, members: Sequence[Member]) -> None:
         one_node = len({member.spot.node_id for member in members}) == 1
@@ -369,8 +370,8 @@ def _kill_members(members: Sequence[Member]) -> None:
 
 def _not_started(phase: str, error: RankError | RankDiedError) -> GangStartError:
     cause = error.__cause__ if isinstance(error, RankError) and error.__cause__ else error
-    raised = GangStartError(
-        f"the gang did not start, in the phase {phase!r}: {error}{_import_hint(cause)}"
+    raised = GangStartError.by(
+        f"the gang did not start, in the phase {phase!r}: {error}{_import_hint(cause)}", error
     )
     raised.__cause__ = cause
     return raised
@@ -381,9 +382,10 @@ def _broken(member: Member, answer: Mapping[str, Any]) -> GangStartError:
     cause: Exception = RuntimeError(f"{answer['type_name']}: {answer['message']}")
     if answer["is_import"]:
         cause = ImportError(answer["message"], name=answer["module"])
-    error = GangStartError(
+    error = GangStartError.by(
         f"the gang did not start: {member} raised {answer['type_name']}: {answer['message']}"
-        f"{_import_hint(cause)}\n\nTraceback on rank {member.rank}:\n{answer['traceback']}"
+        f"{_import_hint(cause)}\n\nTraceback on rank {member.rank}:\n{answer['traceback']}",
+        cause,
     )
     error.__cause__ = cause
     return error

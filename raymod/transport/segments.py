@@ -11,8 +11,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
-import stat
 import sys
 import weakref
 from collections import deque
@@ -25,13 +23,13 @@ import torch
 
 from raymod.calls import TensorMeta, bytes_of
 from raymod.errors import GangError
+from raymod.machine import TOKEN_BYTES, new_token, open_by_token, path_of
 from raymod.transport import gpu
 from raymod.transport.unchanged import Content
 
 __all__ = ["HEAD_BYTES", "CannotOpenError", "Pool", "Segment", "Ticket", "Window"]
 
 HEAD_BYTES = 64  # the token, and up to the next cache line
-_TOKEN_BYTES = 32
 _KEY_BYTES = 8
 _MIN_BYTES = 64 << 10
 # So many segments, and bytes in them, are kept for content that comes again and again.
@@ -73,18 +71,10 @@ class Ticket:
         Raises:
             CannotOpenError: It is not to be had here.
         """
-        # The path may lead to something else in another pid namespace: never wait on it.
-        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         try:
-            fd = os.open(self.path, flags)
+            return open_by_token(self.path, size=self.size, token=self.token, write=write)
         except OSError as error:
-            raise CannotOpenError(f"{self.path} cannot be opened here: {error}") from error
-        info = os.fstat(fd)
-        is_it = stat.S_ISREG(info.st_mode) and info.st_size == self.size
-        if is_it and os.pread(fd, _TOKEN_BYTES, 0) == self.token:
-            return fd
-        os.close(fd)
-        raise CannotOpenError(f"{self.path} is another file here: the token does not match")
+            raise CannotOpenError(str(error)) from error
 
 
 class Segment:
@@ -107,15 +97,15 @@ class Segment:
         self.used_at = 0
         self._parcel: weakref.ref[Any] | None = None
         self._pinned: bool | None = None
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        token = new_token()
         try:
             self._fd = _memory_file(size)
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             shared = mmap.mmap(self._fd, size, flags=flags)
         except OSError as error:
             raise GangError(f"no {size >> 20} MiB of shared memory for a call: {error}") from error
-        self.ticket = Ticket(f"/proc/{os.getpid()}/fd/{self._fd}", size, token)
-        shared[:_TOKEN_BYTES] = token
+        self.ticket = Ticket(path_of(self._fd), size, token)
+        shared[:TOKEN_BYTES] = token
         with torch.inference_mode(False):  # written to in either mode later
             self.bytes = torch.frombuffer(shared, dtype=torch.uint8)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
-import stat
 import sys
 import tempfile
 from contextlib import suppress
@@ -21,18 +19,11 @@ import numpy.typing as npt
 import torch
 
 from raymod.errors import WeightsError
+from raymod.machine import open_by_token, path_of
 from raymod.weights import limits
 
-__all__ = [
-    "TOKEN_BYTES",
-    "CannotOpenError",
-    "FileTicket",
-    "SharedFile",
-    "map_privately",
-    "new_token",
-]
+__all__ = ["CannotOpenError", "FileTicket", "SharedFile", "map_privately"]
 
-TOKEN_BYTES = 32
 _MARGIN_BYTES = 512 << 20  # left to everybody else
 _WRITE_BYTES = 256 << 20  # one system call writes less than 2 GiB
 
@@ -50,7 +41,7 @@ class FileTicket:
     Attributes:
         path: `/proc/<pid>/fd/<n>`, or the file's name where there is no `/proc`.
         size: Size in bytes.
-        token: The first `TOKEN_BYTES` bytes.
+        token: The first 32 bytes.
     """
 
     path: str
@@ -81,18 +72,10 @@ class FileTicket:
             os.close(fd)
 
     def _open(self) -> int:
-        # The path may lead to something else in another pid namespace: never wait on it.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         try:
-            fd = os.open(self.path, flags)
+            return open_by_token(self.path, size=self.size, token=self.token)
         except OSError as error:
-            raise CannotOpenError(f"{self.path} cannot be opened here: {error}") from error
-        info = os.fstat(fd)
-        is_it = stat.S_ISREG(info.st_mode) and info.st_size == self.size
-        if is_it and os.pread(fd, TOKEN_BYTES, 0) == self.token:
-            return fd
-        os.close(fd)
-        raise CannotOpenError(f"{self.path} is another file here: the token does not match")
+            raise CannotOpenError(str(error)) from error
 
 
 class SharedFile:
@@ -138,8 +121,8 @@ class SharedFile:
         Args:
             token: The first bytes of the file.
         """
-        path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
-        return FileTicket(path if self._folder is None else self._file.name, self.size, token)
+        path = path_of(self._file.fileno()) if self._folder is None else self._file.name
+        return FileTicket(path, self.size, token)
 
     def close(self) -> None:
         """Let go of it; processes that have mapped it keep what they have."""
@@ -177,11 +160,6 @@ class SharedFile:
 def map_privately(fd: int, size: int) -> torch.Tensor:
     """The file open at `fd` as a flat `uint8` tensor, copy-on-write."""
     return torch.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-
-
-def new_token() -> bytes:
-    """A token that no other file has."""
-    return secrets.token_bytes(TOKEN_BYTES)
 
 
 def _mib(size: int) -> str:

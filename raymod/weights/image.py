@@ -19,8 +19,8 @@ import torch
 
 from raymod.calls import TensorMeta, bytes_of, tensor_from
 from raymod.calls.packing import put_together
+from raymod.machine import TOKEN_BYTES, new_token
 from raymod.weights.checkpoint import FileRef, Stored
-from raymod.weights.files import TOKEN_BYTES, new_token
 
 __all__ = ["Cast", "Content", "Image", "read_image"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-__all__ = ["available_disk_bytes", "available_memory_bytes"]
+from raymod.machine import cgroups
 
-_CGROUP = Path("/sys/fs/cgroup")
+__all__ = ["available_disk_bytes", "available_memory_bytes"]
 
 
 def available_memory_bytes() -> int:
@@ -24,41 +24,30 @@ def available_disk_bytes(folder: str) -> int:
 
 
 def _meminfo_available() -> int:
-    for line in _lines(Path("/proc/meminfo")):
+    for line in cgroups.lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return 0
 
 
 def _cgroup_rooms() -> list[int]:
-    """What is left under each limit that holds for this process; version 2 and 1 alike."""
+    """What is left under each limit that holds for this process."""
     rooms = []
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            roots, limit, usage = [_CGROUP, _CGROUP / "unified"], "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            roots = [_CGROUP / "memory"]
-            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+    for version, folder in cgroups.folders("memory"):
+        if version == 2:
+            rooms += _room(folder, "memory.max", "memory.current")
         else:
-            continue
-        for root in roots:
-            # in a container the path may be the host's; then only the root's own limit is seen
-            folders = [root]
-            for part in path.strip("/").split("/"):
-                folders.append(folders[-1] / part)
-            for folder in dict.fromkeys(folders):
-                rooms += _room(folder, limit, usage)
+            rooms += _room(folder, "memory.limit_in_bytes", "memory.usage_in_bytes")
     return rooms
 
 
 def _room(folder: Path, limit_name: str, usage_name: str) -> list[int]:
-    limit, usage = _lines(folder / limit_name), _lines(folder / usage_name)
+    limit, usage = cgroups.lines(folder / limit_name), cgroups.lines(folder / usage_name)
     if not limit or not usage or not limit[0].isdigit():  # "max" is no limit
         return []
     cached = sum(
         int(line.split()[1])
-        for line in _lines(folder / "memory.stat")
+        for line in cgroups.lines(folder / "memory.stat")
         if line.startswith(("inactive_file ", "total_inactive_file "))
     )
     return [int(limit[0]) - int(usage[0]) + cached]
@@ -68,16 +57,9 @@ def _file_system(folder: str) -> str:
     """Type of the file system that holds `folder`, or "" where that is not known."""
     target = Path(folder).resolve()
     found, kind = Path("/"), ""
-    for line in _lines(Path("/proc/mounts")):
+    for line in cgroups.lines(Path("/proc/mounts")):
         mount, mounted_kind = line.split()[1:3]
         point = Path(mount.replace("\\040", " "))
         if (point == target or point in target.parents) and len(point.parts) >= len(found.parts):
             found, kind = point, mounted_kind
     return kind
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -64,6 +64,25 @@ def test_rank_errors_pickle(error: Exception) -> None:
     assert after.failures == before.failures
 
 
+@pytest.mark.parametrize("kind", [ValueError, errors.WeightsError, OSError, errors.ConfigError])
+def test_a_start_error_is_what_stood_in_the_way(kind: type[Exception]) -> None:
+    cause = RankError.from_failures([failure(kind("no model"), rank=1)])
+    before = errors.GangStartError.by("the gang did not start", cause)
+    for error in (before, pickle.loads(pickle.dumps(before))):
+        assert isinstance(error, errors.GangStartError)
+        assert isinstance(error, RankError)
+        assert isinstance(error, kind)
+        assert type(error).__name__ == "GangStartError"
+        assert str(error) == "the gang did not start"
+        assert error.failures == cause.failures
+
+
+def test_a_start_error_of_a_rank_that_died() -> None:
+    error = errors.GangStartError.by("the gang did not start", errors.RankDiedError("killed"))
+    assert isinstance(error, errors.RankDiedError)
+    assert str(pickle.loads(pickle.dumps(error))) == "the gang did not start"
+
+
 def test_an_exception_that_cannot_travel_is_told_in_words() -> None:
     class Local(Exception):
         pass

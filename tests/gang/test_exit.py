@@ -183,6 +183,51 @@ raise LookupError("the script's own")
     assert wait_for(lambda: nothing_left(facts))
 
 
+def test_a_ray_that_was_started_anew_is_another_one(tmp_path: Path) -> None:
+    """In the place of raymod's; both without a home folder that Ray could write a token to."""
+    blocker = tmp_path / "file"
+    blocker.touch()
+    facts, after = run_script(
+        """
+import ray
+from raymod.errors import GangFailedError
+auth = lambda: {k: v for k, v in os.environ.items() if 'RAY_AUTH' in k}
+before = auth()
+gang = start(ranks=1)
+facts.update(mode=os.environ["RAY_AUTH_MODE"], length=len(os.environ["RAY_AUTH_TOKEN"]))
+facts.update(inside=gang.call_all(lambda worker: os.environ["RAY_AUTH_MODE"]))
+gang.close()
+facts.update(back=auth() == before)
+gang = start(ranks=1)
+facts.update(pids=pids(gang))
+ray.shutdown()
+ray.init(num_cpus=1, log_to_driver=False, logging_level="error", include_dashboard=False,
+         _temp_dir=os.environ["RAY_TMPDIR"] + "/anew", object_store_memory=100 << 20)
+facts.update(live=gang._existing.session.is_live())
+try:
+    gang.call((X,), {})
+except GangFailedError as error:
+    facts.update(error=str(error))
+gang.close()
+facts.update(up=ray.is_initialized(), one=ray.get(ray.remote(lambda: 1).remote()))
+ray.shutdown()
+mark()
+""",
+        changes={
+            "HOME": str(blocker / "home"),
+            "RAY_AUTH_MODE": None,
+            "RAY_AUTH_TOKEN": None,
+        },
+    )
+    assert after == ""
+    assert (facts["mode"], facts["length"], facts["inside"]) == ("token", 64, ["token"])
+    assert facts["back"]
+    assert not facts["live"]
+    assert "Ray was shut down in this process" in facts["error"]
+    assert (facts["up"], facts["one"]) == (True, 1)
+    assert wait_for(lambda: nothing_left(facts))
+
+
 @pytest.fixture
 def address(ray_session: RayForTests) -> str:
     import ray

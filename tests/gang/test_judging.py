@@ -11,6 +11,7 @@ import pytest
 
 from raymod.errors import RankDiedError, RankError, RankFailure
 from raymod.gang.cleanup import Cleanup
+from raymod.gang.core import first_line
 from raymod.gang.interrupts import interrupt_deferred
 from raymod.gang.placement import Spot
 from raymod.gang.ranks import Member, Outcome, in_step, judge
@@ -103,6 +104,15 @@ def test_not_in_step(found: Outcome) -> None:
 def test_an_answer_that_cannot_be_sent_is_no_harm() -> None:
     assert in_step(outcome(TypeError("cannot pickle"), 1, done=True), 2)
     assert not in_step(outcome(TypeError("cannot pickle"), None, done=True), 2)
+
+
+def test_a_long_error_is_cut_between_words() -> None:
+    words = " ".join(f"word{n}" for n in range(100))
+    text = first_line(ValueError(f"{words}\nTraceback"))
+    assert 200 < len(text) <= 300
+    assert text.endswith(" ...")
+    assert words.startswith(text.removesuffix("..."))
+    assert first_line(ValueError("short\nTraceback")) == "short"
 
 
 def test_clean_up_runs_backwards_and_once_and_all_of_it() -> None:

@@ -23,6 +23,7 @@ from raymod.errors import (
     CapacityError,
     ConfigError,
     GangStartError,
+    RankError,
     StartTimeoutError,
     WeightsError,
 )
@@ -206,6 +207,7 @@ def test_a_class_that_the_ranks_cannot_import(hidden_module: str, tmp_path: Path
         start(module, ranks=1)
     assert "No module named 'hidden_transformer'" in str(caught.value)
     assert "PYTHONPATH" in str(caught.value)
+    assert isinstance(caught.value, WeightsError)
     assert isinstance(caught.value.__cause__, WeightsError)
     path = os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))
     with start(module, ranks=1, env_vars={"PYTHONPATH": path}) as gang:
@@ -270,7 +272,10 @@ def test_a_rank_that_fails_to_load_ends_the_start(tmp_path: Path) -> None:  # R1
 
     with pytest.raises(GangStartError, match=r"rank 1 .* no such checkpoint") as caught:
         start(load=load)
+    assert isinstance(caught.value, OSError)
+    assert isinstance(caught.value, RankError)
     assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.rank == 1
     notes = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert len(notes) == 2
     assert not any(is_running(note["pid"]) for note in notes)

@@ -49,6 +49,7 @@ ROOMS = (
     Room(2, ("weights",)),
     Room(2, ("transport",), never=("diffusers",)),
     Room(1, ("calls",), never=("ray", "diffusers", "torch.distributed")),
+    Room(1, ("machine",), never=("ray", "torch", "diffusers")),
     Room(1, ("config",), never=("ray", "diffusers", "torch.distributed")),
     Room(0, ("errors",), never=("ray", "torch", "diffusers", "numpy", "cloudpickle")),
 )

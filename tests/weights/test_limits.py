@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from raymod.machine import cgroups
 from raymod.weights import limits
 
 MiB = 1 << 20
@@ -15,8 +16,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, root: Path, cgroup: str, files: dict[s
     known = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 1048576 kB\n"}
     known["/proc/self/cgroup"] = cgroup
     known |= {f"/cg/{name}": text for name, text in files.items()}
-    monkeypatch.setattr(limits, "_CGROUP", Path("/cg"))
-    monkeypatch.setattr(limits, "_lines", lambda path: known.get(str(path), "").splitlines())
+    monkeypatch.setattr(cgroups, "ROOT", Path("/cg"))
+    monkeypatch.setattr(cgroups, "lines", lambda path: known.get(str(path), "").splitlines())
 
 
 def test_no_limit_is_the_machines_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

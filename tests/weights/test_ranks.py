@@ -18,8 +18,8 @@ from torch import nn
 
 from raymod import weights
 from raymod.errors import WeightsError
+from raymod.machine import TOKEN_BYTES
 from raymod.weights import limits
-from raymod.weights.files import TOKEN_BYTES
 from tests.weights import ranks
 from tests.weights.ranks import Rank, digest_of
 from tests.weights.test_offer import Zoo

@@ -182,7 +182,8 @@ def test_hello_sets_its_own_rank(worker: Worker, monkeypatch: pytest.MonkeyPatch
     }
     assert (info.rank, info.device, info.pid) == (0, "cpu", os.getpid())
     assert info.versions == versions()
-    assert info.versions["torch"] == torch.__version__
+    # of a build for GPUs, torch names it in its own version only
+    assert info.versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
 
 
 @pytest.mark.parametrize(
