@@ -19,7 +19,7 @@ from raymod.config import Degrees, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError
 from raymod.machine import available_cores
 from raymod.parallel import Mesh, SequenceContext, Share, Splitter, apply_context, place, remove
-from raymod.plans import sequence_plan
+from raymod.plans import by_batch_only, sequence_plan
 
 __all__ = ["PrepareReport", "Share", "SplitModule", "prepare"]
 
@@ -180,10 +180,7 @@ def _words(degrees: Degrees, context: SequenceContext | None) -> str:
 def _warnings(module: nn.Module, degrees: Degrees, parallel: ParallelConfig) -> list[str]:
     if parallel.has_degrees or degrees.batch_degree == 1:
         return []
-    return [
-        f"{type(module).__name__} does not say where its sequence can be cut (it has no _cp_plan): "
-        f"calls are divided by batch only, and a call with a batch of 1 is not divided"
-    ]
+    return [by_batch_only(module)]
 
 
 def _set_threads(wanted: int | None, mesh: Mesh) -> int:

@@ -79,7 +79,7 @@ def from_pretrained(
     )
     degrees = asked.degrees(made.module)
     with made.offer as offer:
-        return _stub_of_skeleton(made.module, asked.start(offer, degrees))
+        return _stub_of_skeleton(made.module, asked.start(offer, degrees, made.module))
 
 
 def from_loader(

@@ -58,14 +58,26 @@ class Options:
             )
         return degrees
 
-    def start(self, offer: Offer, degrees: Degrees | Undecided) -> Gang:
-        """A gang with what is on offer."""
+    def start(
+        self, offer: Offer, degrees: Degrees | Undecided, module: nn.Module | None = None
+    ) -> Gang:
+        """A gang with what is on offer.
+
+        Args:
+            offer: The weights.
+            degrees: How many ways along each split.
+            module: The module, where this process has it or a skeleton.
+        """
+        by_batch = isinstance(degrees, Degrees) and degrees.batch_degree > 1
+        is_chosen = by_batch and not self.parallel.has_degrees
+        warnings = (plans.by_batch_only(module),) if is_chosen and module is not None else ()
         return Gang.start(
             config=self.gang,
             load=offer,
             degrees=degrees,
             parallel=self.parallel,
             prepare=self.prepare,
+            warnings=warnings,
         )
 
 

@@ -88,7 +88,7 @@ def wrap(
     degrees = asked.degrees(module)
     device = _device_of(module)
     with weight_sources.offer(weights, module) as offer:
-        started = asked.start(offer, degrees)
+        started = asked.start(offer, degrees, module)
     try:
         if any(parameter.is_meta for parameter in module.parameters()):
             freed: weight_sources.Freed | None = weight_sources.vacant(module)

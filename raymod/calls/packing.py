@@ -58,7 +58,9 @@ class Packed:
         return len(self.skeleton) + sum(tensor.nbytes for tensor in self.tensors)
 
 
-def pack(obj: Any, *, what: str = "argument", as_it_is: bool = False) -> Packed:
+def pack(
+    obj: Any, *, what: str = "argument", as_it_is: bool = False, dense: bool = False
+) -> Packed:
     """Take `obj` apart into what can be sent.
 
     A tensor that occurs twice stays one. Views are packed as what they show: a slice of a large
@@ -70,11 +72,12 @@ def pack(obj: Any, *, what: str = "argument", as_it_is: bool = False) -> Packed:
         what: What to call it in an error: "argument", "output".
         as_it_is: Leave the tensors' strides and devices, for a transport to copy from; else they
             come out as `Packed.plain` makes them.
+        dense: Refuse tensors that are sparse, nested, quantized or without data.
 
     Raises:
         PackError: Part of it does not pickle; the message says which.
     """
-    skeleton, tensors = take_apart(obj, what=what)
+    skeleton, tensors = take_apart(obj, what=what, reduce=_refuse_others if dense else None)
     packed = Packed(skeleton, tuple(tensor.detach() for tensor in tensors))
     return packed if as_it_is else packed.plain()
 
@@ -260,6 +263,18 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     # Known by name: this module does not import torch.distributed.
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         return _same, (tensor.wait(),)  # type: ignore[attr-defined]
+    return NotImplemented
+
+
+def _refuse_others(obj: Any) -> Any:
+    """A reducer that lets no tensor pass but dense ones, and subclasses that hold such."""
+    if isinstance(obj, torch.Tensor) and not _is_dense(obj, meta=False):
+        if obj.is_meta:
+            raise PackError("it has no data (it is on the meta device).")
+        if obj.is_quantized:
+            raise PackError("it is quantized. Pass tensor.dequantize().")
+        kind = "nested" if obj.is_nested else f"not dense ({obj.layout})"
+        raise PackError(f"it is {kind}, and only dense tensors can be split. Pass a dense one.")
     return NotImplemented
 
 

@@ -20,11 +20,16 @@ class RankActor:
         self.worker: Any = None
         self.broken: Exception | None = None
 
-    def place(self, environ: dict[str, str], overwrite: bool) -> dict[str, Any]:
-        """Adopt the driver's variables, and say where this process is."""
+    def place(
+        self, environ: dict[str, str], overwrite: bool, paths: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Adopt the driver's variables and paths, and say where this process is."""
         import os
+        import sys
 
         import ray
+
+        sys.path += [path for path in paths if path not in sys.path and os.path.exists(path)]
 
         for name, value in environ.items():
             if overwrite or name not in os.environ:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
-import textwrap
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,6 +30,7 @@ from raymod.gang.progress import Progress
 from raymod.gang.ranks import Member, Outcome, collect, in_step, judge
 from raymod.gang.reports import CallReport, GangReport
 from raymod.gang.start import Asked, Existing, Undecided, start
+from raymod.gang.telling import Warner, first_line
 from raymod.transport import CannotOpenError, RayTransport, Transport
 from raymod.weights import Offer
 from raymod.worker import Health, Reply, Worker
@@ -44,7 +42,6 @@ logger = logging.getLogger(__name__)
 _TURN_SLICE_S = 0.5
 _STEP_TEST_S = 5.0
 _SILENT_S = 0.5
-_FIRST_LINE = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,9 @@ class Gang:
             module, before anything else: gives them what changed since the first start.
     """
 
-    def __init__(self, asked: Asked, existing: Existing, report: GangReport) -> None:
+    def __init__(
+        self, asked: Asked, existing: Existing, report: GangReport, warner: Warner | None = None
+    ) -> None:
         self.report = report
         self.last_call: CallReport | None = None
         self.on_rebuilt: Callable[[Gang], None] | None = None
@@ -86,7 +85,7 @@ class Gang:
         # Ray's promises of a call that was interrupted; the ranks are still at it
         self._flight: dict[Any, Member] = {}
         self._asked_at = 0.0
-        self._said: set[str] = set()
+        self._warner = warner or Warner()
         self._finalizer = weakref.finalize(self, existing.cleanup.run_apart)
         self._finalizer.atexit = False  # the clean-up has its own place at the exit
 
@@ -101,6 +100,7 @@ class Gang:
         prepare: PrepareConfig | None = None,
         progress: Callable[[str], None] | None = None,
         transport: Transport | None = None,
+        warnings: tuple[str, ...] = (),
     ) -> Gang:
         """Start the ranks, give them the module and let them split it: all or nothing.
 
@@ -114,6 +114,7 @@ class Gang:
             progress: Called with the name of each phase, instead of the progress line.
             transport: How calls travel to ranks that share no memory with this process. None:
                 through Ray's object store.
+            warnings: What the user should know before it starts.
 
         Raises:
             CapacityError: The cluster does not have what the ranks need.
@@ -128,17 +129,19 @@ class Gang:
             prepare=prepare or PrepareConfig(),
             transport=transport or RayTransport(timeout_s=config.call_timeout_s),
         )
+        warner = Warner()
+        warner.warn((*warnings, *load.warnings))
         with Progress(progress) as steps:
             existing = start(asked, load, steps)
         report = GangReport(
             ranks=existing.infos,
             phases=steps.phases,
             split=existing.split,
-            warnings=existing.warnings,
+            warnings=tuple(dict.fromkeys((*warnings, *existing.warnings))),
             near=existing.lines.near,
         )
-        gang = cls(asked, existing, report)
-        gang._warn(report.warnings)
+        gang = cls(asked, existing, report, warner)
+        warner.warn(report.warnings)
         return gang
 
     @property
@@ -181,7 +184,7 @@ class Gang:
         lines = self._existing.lines
         began = time.monotonic()
         call = (tuple(args), dict(kwargs), tuple(contexts))
-        packed = pack(call, what="argument", as_it_is=True)
+        packed = pack(call, what="argument", as_it_is=True, dense=True)
         pack_s = time.monotonic() - began
         with self._my_turn():
             began = time.monotonic()
@@ -193,7 +196,7 @@ class Gang:
             received = self._received(replies)
             asked = self._asked_at
         parts = list(map(unpack, received))
-        self._warn(text for reply in replies for text in reply.warnings)
+        self._warner.warn(text for reply in replies for text in reply.warnings)
         how = next((reply.join for reply in replies if reply.parcel is not None), None)
         output = parts[0] if how is None else join(parts, how)
         ended, compute_s = time.monotonic(), max(reply.seconds for reply in replies)
@@ -434,26 +437,3 @@ class Gang:
             gone = RankDiedError(f"a rank ended before what it sent could be read: {error}")
             self._end_as_failed(gone)
             raise gone from error
-
-    def _warn(self, texts: Any) -> None:
-        """Say each text once, at the line of the user's that led here."""
-        for text in texts:
-            if text not in self._said:
-                self._said.add(text)
-                warnings.warn(text, UserWarning, stacklevel=_users_level())
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what an error says, cut between words where it is long."""
-    return textwrap.shorten(str(error).partition("\n")[0], _FIRST_LINE, placeholder=" ...")
-
-
-def _users_level() -> int:
-    """The stack level of the nearest caller outside raymod and torch, for `_warn`."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "").partition(".")[0]
-        if name not in ("raymod", "torch"):
-            break
-        frame, level = frame.f_back, level + 1
-    return level

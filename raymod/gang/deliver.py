@@ -29,26 +29,41 @@ def deliver(offer: Offer, ticket: Ticket, members: Sequence[Member], ask: Ask) -
         ask: `ask(members, method, *args)`, with the limit of the start.
     """
     near = ask(members, "can_load", ticket)
-    far: dict[str, list[Member]] = {}
-    for member, can_load in zip(members, near, strict=True):
-        if not can_load:
-            far.setdefault(member.spot.node_id, []).append(member)
-    if far:
-        _send_pieces(offer, list(far.values()), ask)
-    here = [member for member, can_load in zip(members, near, strict=True) if can_load]
+    here, far = _parted(members, near)
+    while far:
+        far = _send_pieces(offer, far, ask)
     if here:
         ask(here, "load", ticket)
 
 
-def _send_pieces(offer: Offer, nodes: list[list[Member]], ask: Ask) -> None:
-    """The bytes go once to each node: one rank takes them, the others open what that one has."""
-    receivers = [members[0] for members in nodes]
-    logger.info("sending the weights in pieces to %d nodes", len(nodes))
+def _send_pieces(offer: Offer, far: Sequence[Member], ask: Ask) -> list[Member]:
+    """The bytes go once to each place: one rank takes them, the others open what that one has.
+
+    Returns:
+        Members that could not open it: containers on one node share neither processes nor files.
+    """
+    places: dict[tuple[str, str], list[Member]] = {}
+    for member in far:
+        places.setdefault((member.spot.node_id, member.spot.host), []).append(member)
+    groups = list(places.values())
+    receivers = [members[0] for members in groups]
+    logger.info("sending the weights in pieces to %d places", len(groups))
     ask(receivers, "receive", offer.ticket_for_pieces)
     for piece in offer.pieces():
         # a reference as an argument: Ray hands the piece itself to the method
         ask(receivers, "receive_piece", ray.put(piece))
     tickets = ask(receivers, "received")
-    for members, own in zip(nodes, tickets, strict=True):
-        ask(members, "load", own)
+    left: list[Member] = []
+    for members, own in zip(groups, tickets, strict=True):
+        others = members[1:]
+        near, apart = _parted(others, ask(others, "can_load", own) if others else [])
+        left += apart
+        ask([members[0], *near], "load", own)
     ask(receivers, "release")
+    return left
+
+
+def _parted(members: Sequence[Member], can: Sequence[bool]) -> tuple[list[Member], list[Member]]:
+    """Those that can, and those that cannot."""
+    pairs = list(zip(members, can, strict=True))
+    return [member for member, yes in pairs if yes], [member for member, yes in pairs if not yes]

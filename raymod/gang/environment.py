@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from raymod.config import GangConfig
 
-__all__ = ["forwarded", "runtime_env"]
+__all__ = ["forwarded", "import_paths", "runtime_env"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,3 +70,21 @@ def runtime_env(config: GangConfig) -> dict[str, Any]:
     if variables:
         merged["env_vars"] = variables
     return merged
+
+
+def import_paths() -> tuple[str, ...]:
+    """Where this process finds modules of the user's, for ranks that have the same folders.
+
+    What an interpreter has by itself is left out: a rank may run in another environment.
+    """
+    own = [os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)]
+    paths = dict.fromkeys(os.path.abspath(path) for path in sys.path)
+    return tuple(path for path in paths if os.path.exists(path) and not _is_within(path, own))
+
+
+def _is_within(path: str, folders: list[str]) -> bool:
+    real = os.path.realpath(path)
+    installed = ("site-packages", "dist-packages", "lib-dynload")
+    return os.path.basename(real) in installed or any(
+        real.startswith(os.path.join(folder, "lib")) for folder in folders
+    )

@@ -22,7 +22,7 @@ from raymod.gang import placement, session
 from raymod.gang.actor import by_value
 from raymod.gang.cleanup import Cleanup
 from raymod.gang.deliver import deliver
-from raymod.gang.environment import forwarded, runtime_env
+from raymod.gang.environment import forwarded, import_paths, runtime_env
 from raymod.gang.lines import Lines
 from raymod.gang.placement import Bundles, Spot
 from raymod.gang.progress import Progress
@@ -217,7 +217,8 @@ class _Start:
         environ = forwarded(self.config, os.environ)
         unplaced = [Member(slot, actor, _nowhere(slot)) for slot, actor in enumerate(created)]
         overwrite = self.config.overwrite_env
-        asked = {member: member.actor.place.remote(environ, overwrite) for member in unplaced}
+        paths = import_paths()
+        asked = {m: m.actor.place.remote(environ, overwrite, paths) for m in unplaced}
         for actor in created:  # in line behind `place`: no rank waits for the others' answers
             actor.warm.remote()
         facts = self._wait(unplaced, asked, "place")

@@ -298,7 +298,15 @@ class RemoteModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_modules", ()):
             self._raymod.sides.expose()
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"RemoteModule({type(self).__name__}), a raymod stub, has no attribute {name!r}: "
+                f"it does not exist on the module that runs on the ranks either",
+                name=name,
+                obj=self,
+            ) from error
 
     # -- the rest of being a module ------------------------------------------------------------
 

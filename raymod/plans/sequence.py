@@ -15,7 +15,7 @@ from torch import nn
 
 from raymod.errors import ConfigError
 
-__all__ = ["Cut", "Gather", "SequencePlan", "resolve", "sequence_plan"]
+__all__ = ["Cut", "Gather", "SequencePlan", "by_batch_only", "resolve", "sequence_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,14 @@ class SequencePlan:
     cuts: tuple[Cut, ...]
     gathers: tuple[Gather, ...]
     heads: int | None = None
+
+
+def by_batch_only(module: nn.Module) -> str:
+    """What to tell of a module without a plan whose split was left to raymod."""
+    return (
+        f"{type(module).__name__} does not say where its sequence can be cut (it has no _cp_plan): "
+        f"calls are divided by batch only, and a call with a batch of 1 is not divided"
+    )
 
 
 def sequence_plan(module: nn.Module) -> SequencePlan | None:

@@ -19,6 +19,7 @@ from raymod.calls import pack
 from raymod.calls.packing import take_apart
 from raymod.errors import ConfigError, PackError, WeightsError
 from raymod.weights.checkpoint import FileRef, Stored, open_checkpoint
+from raymod.weights.code import imports_of, sent_along
 from raymod.weights.files import FileTicket, SharedFile
 from raymod.weights.image import Content, Image
 from raymod.weights.mapped import unmodified
@@ -227,11 +228,12 @@ class ImageOffer(Offer):
         contents = contents or {}
         bare = any(parameter.is_meta for parameter in module.parameters())
         self.warnings = check_module(module, contents) + warnings
-        self.imports = _modules_of(module)
         try:
-            skeleton, tensors = take_apart(
-                module, what=type(module).__name__, reduce=without_hooks(module), meta=bare
-            )
+            with sent_along(module):
+                self.imports = imports_of(module)
+                skeleton, tensors = take_apart(
+                    module, what=type(module).__name__, reduce=without_hooks(module), meta=bare
+                )
         except PackError as error:
             raise WeightsError(f"the module cannot be sent to the ranks: {error}") from error
         chosen = [contents.get(id(tensor), tensor) for tensor in tensors]
@@ -320,18 +322,6 @@ def _written(image: Image) -> SharedFile:
         file.close()
         raise
     return file
-
-
-def _modules_of(module: nn.Module) -> tuple[str, ...]:
-    """Where the code of a module and its parts is, as far as ranks import it by name."""
-    by_value = cloudpickle.list_registry_pickle_by_value()
-    names = dict.fromkeys(type(part).__module__ for part in module.modules())
-    return tuple(
-        name
-        for name in names
-        if name != "__main__"
-        and not any(name == other or name.startswith(f"{other}.") for other in by_value)
-    )
 
 
 def _check_signature(function: Callable[[], nn.Module], what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,3 +104,23 @@ def test_unwrap_puts_the_very_object_back() -> None:
     assert raymod.unwrap(pipe) is module
     assert pipe.transformer is module
     assert ranks.closes == 1
+
+
+def test_what_cannot_be_split_by_sequence_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(*args: Any) -> Any:
+        raise Stopped
+
+    monkeypatch.undo()
+    monkeypatch.setattr("raymod.gang.core.start", stop)
+    says = "Linear does not say where its sequence can be cut.*divided by batch only"
+    with pytest.warns(UserWarning, match=says) as caught, pytest.raises(Stopped):
+        raymod.wrap(nn.Linear(2, 2), workers=2)
+    assert [str(warning.filename) for warning in caught] == [__file__]
+    with warnings.catch_warnings(), pytest.raises(Stopped):
+        warnings.simplefilter("error")
+        raymod.wrap(nn.Linear(2, 2), batch_degree=2)

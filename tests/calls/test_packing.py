@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,28 @@ class Frozen:
 
 class Marked(torch.Tensor):
     """A tensor subclass, as quantised tensors are."""
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "not dense (torch.sparse_coo)"),
+        (lambda: torch.eye(3).to_sparse_csr(), "not dense (torch.sparse_csr)"),
+        (lambda: torch.eye(3).to_mkldnn(), "not dense (torch._mkldnn)"),
+        (lambda: torch.empty(3, device="meta"), "no data"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "nested"),
+    ],
+    ids=["coo", "csr", "mkldnn", "meta", "quantized", "nested"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_dense_are_refused_where_they_are_not_wanted(
+    make: Callable[[], torch.Tensor], says: str
+) -> None:
+    with pytest.raises(PackError) as caught:
+        pack(((), {"states": [torch.ones(2), make()]}), dense=True)
+    assert str(caught.value).startswith("argument kwargs['states'][1] is a torch")
+    assert says in str(caught.value)
 
 
 def there_and_back(obj: Any) -> Any:

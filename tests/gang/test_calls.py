@@ -71,6 +71,8 @@ def test_an_output_that_cannot_travel_leaves_the_gang_as_it_is(gang: Gang) -> No
 def test_an_argument_that_cannot_travel_is_refused_here(gang: Gang) -> None:
     with pytest.raises(PackError, match="generator"):
         gang.call((X,), {"generator": torch.Generator()})
+    with pytest.raises(PackError, match=r"argument args\[0\] is a torch.Tensor.* not dense"):
+        gang.call((torch.eye(3, dtype=torch.int64).to_sparse(),), {})
     check(gang)
 
 

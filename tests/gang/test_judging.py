@@ -11,10 +11,10 @@ import pytest
 
 from raymod.errors import RankDiedError, RankError, RankFailure
 from raymod.gang.cleanup import Cleanup
-from raymod.gang.core import first_line
 from raymod.gang.interrupts import interrupt_deferred
 from raymod.gang.placement import Spot
 from raymod.gang.ranks import Member, Outcome, in_step, judge
+from raymod.gang.telling import first_line
 from raymod.worker import Reply
 
 SPOT = Spot(slot=0, node_id="n", node_address="10.0.0.1", gpu_ids=(), pid=1, host="")

@@ -201,17 +201,32 @@ def hidden_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
     sys.modules.pop(name, None)
 
 
+def test_a_class_from_a_path_that_was_set_at_run_time(hidden_module: str) -> None:  # R20
+    with start(__import__(hidden_module).Hidden(), ranks=1) as gang:
+        assert float(gang.call((X,), {})) == 3
+
+
+def test_a_class_that_nobody_could_import_again(  # R20
+    hidden_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = __import__(hidden_module).Hidden()
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
+    with start(module, ranks=1) as gang:
+        assert float(gang.call((X,), {})) == 3
+
+
 def test_a_class_that_the_ranks_cannot_import(hidden_module: str, tmp_path: Path) -> None:  # R20
     module = __import__(hidden_module).Hidden()
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(WITHOUT.replace("NAME", hidden_module))
+    path = os.pathsep.join((str(folder), os.environ["PYTHONPATH"]))
     with pytest.raises(GangStartError) as caught:
-        start(module, ranks=1)
+        start(module, ranks=1, env_vars={"PYTHONPATH": path})
     assert "No module named 'hidden_transformer'" in str(caught.value)
     assert "PYTHONPATH" in str(caught.value)
     assert isinstance(caught.value, WeightsError)
     assert isinstance(caught.value.__cause__, WeightsError)
-    path = os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))
-    with start(module, ranks=1, env_vars={"PYTHONPATH": path}) as gang:
-        assert float(gang.call((X,), {})) == 3
 
 
 def test_a_package_that_the_ranks_lack(tmp_path: Path) -> None:  # R22
@@ -226,20 +241,20 @@ def test_a_package_that_the_ranks_lack(tmp_path: Path) -> None:  # R22
     assert caught.value.__cause__.name == "torch"
 
 
-WITHOUT_RAYMOD = """
+WITHOUT = """
 import sys
 
 class Without:
     def find_spec(self, name, path=None, target=None):
-        if name == "raymod":
-            raise ModuleNotFoundError("No module named 'raymod'", name="raymod")
+        if name == "NAME":
+            raise ModuleNotFoundError("No module named 'NAME'", name="NAME")
 
 sys.meta_path.insert(0, Without())
 """
 
 
 def test_raymod_itself_may_be_what_the_ranks_lack(tmp_path: Path) -> None:  # R22
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAYMOD)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT.replace("NAME", "raymod"))
     path = os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))
     with pytest.raises(GangStartError, match="The ranks cannot import 'raymod'") as caught:
         start(ranks=1, env_vars={"PYTHONPATH": path})

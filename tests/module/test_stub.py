@@ -55,6 +55,17 @@ def test_the_call_reaches_the_ranks_positional_and_keyword(flux: Any) -> None:
     assert ranks.calls[1][0][0] is latents
 
 
+def test_an_attribute_that_neither_side_has_is_told_of_the_stub(flux: Any) -> None:  # R50
+    stub, _ = stub_of(flux[0])
+    with pytest.raises(AttributeError) as caught:
+        _ = stub.vae_scale
+    text = str(caught.value)
+    assert text.startswith("RemoteModule(FluxTransformer2DModel), a raymod stub, has no attribute")
+    assert "'vae_scale': it does not exist on the module that runs on the ranks" in text
+    assert caught.value.name == "vae_scale"
+    assert getattr(stub, "vae_scale", 3) == 3
+
+
 def test_what_was_set_on_the_instance_leads_no_call_past_the_ranks() -> None:
     module = nn.Linear(3, 3)
     module.compile(backend="eager")
