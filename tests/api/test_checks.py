@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +120,11 @@ def test_what_cannot_be_split_by_sequence_is_said_before_anything_starts(
     with pytest.warns(UserWarning, match=says) as caught, pytest.raises(Stopped):
         raymod.wrap(nn.Linear(2, 2), workers=2)
     assert [str(warning.filename) for warning in caught] == [__file__]
-    with warnings.catch_warnings(), pytest.raises(Stopped):
-        warnings.simplefilter("error")
+
+
+@pytest.mark.filterwarnings("error")
+def test_degrees_that_were_asked_for_are_no_surprise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("raymod.gang.core.start", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         raymod.wrap(nn.Linear(2, 2), batch_degree=2)
