@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import socket
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from raymod.config import GangConfig
 from raymod.errors import ConfigError, GangStartError, UnsupportedError
 from raymod.gang import token
 from raymod.gang.interrupts import interrupt_deferred
+from raymod.gang.leftovers import Watcher, end_processes
 
 __all__ = ["Session", "attach", "cluster_gpus", "release"]
 
@@ -63,6 +63,7 @@ class Session:
 @dataclass
 class _Owned:
     session: Session
+    watcher: Watcher
     put_back: Callable[[], None]
     gangs: int = 0
 
@@ -87,12 +88,7 @@ def attach(config: GangConfig) -> Session:
         if not ray.is_initialized():
             address = running_address()
             if address is None:
-                put_back = token.lend()
-                try:
-                    _owned = _Owned(_start(config), put_back)
-                except BaseException:
-                    put_back()
-                    raise
+                _owned = _start(config)
             else:
                 _join(address)
         _refuse_client()
@@ -204,10 +200,12 @@ def _refusal(address: str, error: Exception) -> str:
     return f"the running Ray at {address} wants a token, and {missing}"
 
 
-def _start(config: GangConfig) -> Session:
+def _start(config: GangConfig) -> _Owned:
     given = _checked(config.ray_init)
+    put_back = token.lend()
     # Private to the user, and gone with this Ray; sockets in it allow no long names.
     folder = Path(tempfile.mkdtemp(prefix="raymod-ray-", dir=_short_folder()))
+    watcher = Watcher(folder)
     options: dict[str, Any] = {
         "include_dashboard": False,
         "log_to_driver": False,
@@ -221,12 +219,13 @@ def _start(config: GangConfig) -> Session:
     try:
         with _loopback(options["_node_ip_address"] == LOOPBACK), interrupt_deferred():
             _init(options, folder)
-        return _describe(folder)
+        return _Owned(_describe(folder), watcher, put_back)
     except BaseException as error:
         with suppress(Exception):
             ray.shutdown()
-        _end_processes(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        end_processes(folder)
+        watcher.remove()
+        put_back()
         if isinstance(error, Exception):
             raise GangStartError(f"cannot start a local Ray: {error}") from error
         raise
@@ -244,15 +243,7 @@ def _init(options: Mapping[str, Any], folder: Path) -> None:
             logger.info("starting a local Ray took too long, trying once more: %s", error)
             with suppress(Exception):
                 ray.shutdown()
-            _end_processes(folder)
-
-
-def _end_processes(folder: Path) -> None:
-    """End what a failed start of Ray left running: it has our own folder in its command line."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if bytes(folder) in (process / "cmdline").read_bytes():
-                os.kill(int(process.name), signal.SIGKILL)
+            end_processes(folder)
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,8 +320,7 @@ def _connection() -> str:
 def _forget() -> None:
     global _owned
     if _owned is not None:
-        if _owned.session.folder is not None:
-            shutil.rmtree(_owned.session.folder, ignore_errors=True)
+        _owned.watcher.remove()
         if not ray.is_initialized():  # one that the user started meanwhile has taken the token on
             _owned.put_back()
     _owned = None

@@ -6,10 +6,12 @@ import copy
 import math
 import time
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from raymod.calls.joining import Join, find_join, take
 from raymod.calls.trees import map_tensors
@@ -44,12 +46,14 @@ class Whole:
         limit: The largest difference that counts as equal.
         seconds: How long it took the slowest rank.
         says_something: Whether there is anything in it to compare with; the same on all ranks.
+        changed: Names of the module's buffers that the run has changed; the same on all ranks.
     """
 
     output: Any
     limit: float
     seconds: float
     says_something: bool = True
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Judge:
             SplitError: There is not enough memory for that.
         """
         start = time.monotonic()
+        before = _versions(self._runner.module)
         try:
             output = self._run(call, WHOLE)
         except torch.OutOfMemoryError as error:
@@ -101,7 +106,10 @@ class Judge:
         mine = time.monotonic() - start
         nothing = float(is_all_broken(output))
         seconds, nothing = self._mesh.worst([mine, nothing], limit_s=_patience_s(mine))
-        return Whole(output, limit_for(self._runner.module, output), seconds, not nothing)
+        after = _versions(self._runner.module)
+        changed = tuple(name for name, version in after.items() if before.get(name) != version)
+        limit = limit_for(self._runner.module, output)
+        return Whole(output, limit, seconds, not nothing, changed)
 
     def attempt(self, call: Call, way: Way, whole: Whole) -> Trial:
         """Run the call in a way and compare; all ranks must do so together.
@@ -202,3 +210,12 @@ def _fresh(call: Call) -> Call:
     except Exception:  # something in it cannot be copied and is shared
         copied: Call = map_tensors(call, torch.Tensor.clone)
         return copied
+
+
+def _versions(module: nn.Module) -> dict[str, int]:
+    """A count for each buffer that grows when it is written to."""
+    found: dict[str, int] = {}
+    for name, buffer in module.named_buffers():
+        with suppress(RuntimeError):  # one that was made in inference mode does not count
+            found[name] = buffer._version
+    return found

@@ -187,6 +187,16 @@ class Splitter:
                 f"no split can be checked by it; every rank runs the whole of such calls"
             )
             return Trial(WHOLE, output=whole.output, is_final=False)
+        if whole.changed:
+            # what a part would make of them differs between ranks, and from what is right
+            text = (
+                f"a call changes the module's own {', '.join(whole.changed[:3])}, as in training "
+                f"mode; call eval() on it before, if that is not meant"
+            )
+            if self._asked:
+                raise SplitError(self._refusal(text))
+            texts.append(f"{self._name} is not split, it runs whole on every rank: {text}")
+            return Trial(WHOLE, output=whole.output, is_final=False)
         for way in ways:
             trial = judge.attempt(call, way, whole)
             if not trial.failure:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -181,6 +184,75 @@ raise LookupError("the script's own")
     assert facts["alive"] == [True, True]  # Ray shields its processes from the terminal
     assert time.time() - facts["at"] < 8  # the sleeping rank is not waited for
     assert wait_for(lambda: nothing_left(facts))
+
+
+def test_the_end_with_a_gang_that_works() -> None:
+    facts, after = run_script(
+        """
+gang = start()
+facts.update(pids=pids(gang), call=float(gang.call((X,), {})))
+mark()
+"""
+    )
+    assert after == ""
+    assert facts["call"] == 24
+    assert wait_for(lambda: nothing_left(facts))
+
+
+KILLED = "RAYMOD_TEST_KILLED"
+
+
+def _with_mark(mark: str) -> list[str]:
+    """Processes that got `mark` from the killed script, by whatever way."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone, or another user's
+            if f"{KILLED}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+def test_the_driver_is_killed_in_a_call() -> None:
+    """Nothing is left within 30 s: processes, what Ray wrote, or a folder."""
+    mark, shared = secrets.token_hex(8), set(os.listdir("/dev/shm"))
+    code = """
+gang = start()
+child = os.fork()  # it keeps what the driver had open
+if child == 0:
+    time.sleep(600)
+    os._exit(0)
+print(json.dumps({"pids": pids(gang), "child": child}), flush=True)
+gang.call((X, "sleep"), {"rank": -1, "seconds": 300.0})
+"""
+    script = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", PRELUDE + code],
+        cwd=ROOT,
+        env={**os.environ, KILLED: mark},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert script.stdout is not None
+    with script.stdout as output:
+        facts = json.loads(output.readline())
+    time.sleep(1.5)
+    assert all(is_running(pid) for pid in facts["pids"])
+    assert len(_with_mark(mark)) > 4
+    assert len(_ray_folders()) == 1
+    script.kill()
+    script.wait()
+    try:
+        gone = wait_for(
+            lambda: (
+                not any(is_running(pid) for pid in facts["pids"])
+                and not _ray_folders()
+                and len(_with_mark(mark)) == 1  # the child
+            ),
+            limit_s=30,
+        )
+        assert gone, (_ray_folders(), _with_mark(mark))
+    finally:
+        os.kill(facts["child"], signal.SIGKILL)
+    assert set(os.listdir("/dev/shm")) <= shared
 
 
 def test_a_ray_that_was_started_anew_is_another_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -341,3 +342,15 @@ def largest_difference(whole: Any, other: Any) -> float:
         scale = max(1.0, one.abs().max().item())
         worst = max(worst, (one.double() - two.double()).abs().max().item() / scale)
     return worst
+
+
+def buffers_after(module: nn.Module, calls: list[Call], degrees: Degree, **options: Any) -> Any:
+    """Errors and buffers after some calls on ranks, and buffers after the same calls without."""
+    local = copy.deepcopy(module)
+    with torch.no_grad():
+        for call in calls:
+            local(**call)
+    ready = split(module, degrees, **options)
+    errors = [attempt(lambda call=call: ready((), call))[1] for call in calls]
+    found = ({k: v.clone() for k, v in one.named_buffers()} for one in (module, local))
+    return errors, *found

@@ -132,6 +132,13 @@ def fails_on_rank_one(module: nn.Module) -> None:
     module.proj_out.register_forward_pre_hook(fail)
 
 
+def keep_in_fp32(module: nn.Module) -> None:
+    """What diffusers keeps in fp32 when it loads the model in another dtype."""
+    for name, parameter in module.named_parameters():
+        if set(module._keep_in_fp32_modules) & set(name.split(".")):
+            parameter.data = parameter.data.float()
+
+
 BEFORE: dict[str, list[Change]] = {
     "flux": [
         text_left_whole,

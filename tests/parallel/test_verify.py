@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raymod.parallel import judge
-from raymod.parallel.verify import LIMIT, difference
+from raymod.parallel.verify import LIMIT, LIMIT_16_BIT, difference
 from tests import models
 from tests.parallel import cases, plain, plants
 from tests.parallel.cases import Seen, largest_difference, whole_output
@@ -130,6 +130,47 @@ def test_objects_that_only_have_an_address_are_compared_by_what_they_hold(ranks:
     assert [one.replies for one in same] == [True, True]
     (other,) = of_module(ranks(2), plain.WithObjects(), [{"x": x, "inside": True}], BATCH)
     assert_refused(other)  # a tensor in it has the batch, and nobody puts its parts together
+
+
+@pytest.mark.parametrize("degrees", [SEQUENCE, BATCH])
+def test_a_module_in_16_bit_with_parts_in_fp32(ranks: World, degrees: Any) -> None:
+    options = {"dtype": torch.bfloat16, "change": plants.keep_in_fp32}
+    (seen,) = of_family(ranks(2), "wan", {}, [{"batch": 2}], degrees, **options)
+    assert [one.error for one in seen] == ["", ""]
+    assert whole_output(seen)[0].dtype is torch.bfloat16
+    assert largest_difference(seen[0].whole, whole_output(seen)) < LIMIT_16_BIT
+    (wrong,) = of_family(
+        ranks(2),
+        "wan",
+        {},
+        [{"batch": 2}],
+        SEQUENCE,
+        late_change=plants.one_attention_left_out,
+        **options,
+    )
+    assert_refused(wrong)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_what_a_call_changes_in_the_module_is_the_same_on_all_ranks(
+    ranks: World, norm: bool
+) -> None:
+    """In training mode, where the mean and variance of a part are not those of the batch."""
+    module = plain.Counting(norm).train()
+    calls = [{"x": torch.randn(4, 5)} for _ in range(3)]
+    workers = {"asked": {"workers": 2}}
+    for errors, found, right in ranks(2)(cases.buffers_after, module, calls, BATCH, **workers):
+        assert errors == ["", "", ""]
+        for name, value in right.items():
+            torch.testing.assert_close(found[name], value)
+    (chosen, *_) = of_module(ranks(2), module, calls, BATCH, **workers)
+    assert chosen[0].replies
+    assert "changes the module's own seen" in chosen[0].warnings[0]
+    (asked, *_) = of_module(ranks(2), module, calls, BATCH)
+    assert_refused(asked)
+    assert "call eval()" in asked[0].error
+    (evaluated, *_) = of_module(ranks(2), module.eval(), calls, BATCH)
+    assert_exact(evaluated, [True, True])
 
 
 NAN, INF = float("nan"), float("inf")

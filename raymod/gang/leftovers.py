@@ -1,0 +1,104 @@
+"""What a Ray of raymod's own leaves on the disk, removed also when the driver is killed.
+
+A small process of its own waits for the driver's end: this file, run by its path, so that it
+imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["Watcher", "end_processes"]
+
+_LOOK_S = 1.0
+_GRACE_S = 5.0  # for Ray's own processes, which end by themselves
+_STOP_S = 5.0
+
+
+class Watcher:
+    """Removes a folder once this process is gone, however it went, or `remove` is called.
+
+    Args:
+        folder: Where a Ray keeps its files; its processes have it in their command lines.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        command = [sys.executable, "-I", "-S", __file__, str(folder), str(os.getpid())]
+        self._process: subprocess.Popen[bytes] | None = None
+        with suppress(OSError):  # no more processes are to be had: then only `remove` removes
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C is not for it
+                env={},
+            )
+
+    def remove(self) -> None:
+        """Remove the folder now; its Ray has ended."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        with suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def end_processes(folder: Path) -> bool:
+    """Kill the processes that have a folder in their command lines; whether there were any."""
+    found = _processes(folder)
+    for pid in found:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(found)
+
+
+def _processes(folder: Path) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            own = int(process.name) == os.getpid()
+            if not own and bytes(folder) in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+def _wait_for_the_end(driver: int) -> None:
+    """Return when the driver has closed our standard input or is gone.
+
+    A process that it forked off may keep the other end open.
+    """
+    while os.getppid() == driver:
+        if select.select([0], [], [], _LOOK_S)[0]:
+            return
+
+
+def _main(folder: Path, driver: int) -> None:
+    _wait_for_the_end(driver)
+    if not folder.is_dir():
+        return
+    deadline = time.monotonic() + _GRACE_S
+    while _processes(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    end_processes(folder)
+    while folder.is_dir() and time.monotonic() < deadline + _GRACE_S:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), int(sys.argv[2]))
