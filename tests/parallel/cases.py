@@ -346,7 +346,7 @@ def largest_difference(whole: Any, other: Any) -> float:
 
 def buffers_after(module: nn.Module, calls: list[Call], degrees: Degree, **options: Any) -> Any:
     """Errors and buffers after some calls on ranks, and buffers after the same calls without."""
-    local = copy.deepcopy(module)
+    module, local = copy.deepcopy(module), copy.deepcopy(module)  # what arrives shares its memory
     with torch.no_grad():
         for call in calls:
             local(**call)
