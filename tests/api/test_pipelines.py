@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -271,3 +273,37 @@ def test_a_failed_wrap_leaves_the_pipeline_as_it_was(ray_session: Any) -> None:
     with pytest.raises(raymod.GangStartError, match="no such checkpoint"):
         raymod.wrap(pipe, workers=1, weights=broken)
     assert pipe.transformer is transformer
+
+
+def test_two_pipelines_with_a_gang_each(ray_session: Any) -> None:
+    """They run at once; one is closed from another thread in the middle, and the other goes on."""
+    pipes = [load_pipeline(), load_pipeline()]
+    with torch.no_grad():
+        for parameter in pipes[1].transformer.parameters():
+            parameter *= 1.05
+    for pipe in pipes:
+        pipe.set_progress_bar_config(disable=True)
+    prompt = ["a handwritten seven"]
+    expected = [make(pipe, prompt) for pipe in pipes]
+    assert difference(*expected) > 1e-3
+    stubs = [
+        raymod.wrap(pipe, workers=workers) for pipe, workers in zip(pipes, (2, 1), strict=True)
+    ]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(make, pipes, [prompt, prompt]))
+            for one, right in zip(found, expected, strict=True):
+                assert difference(one, right) <= TOLERANCE
+            endless = pool.submit(make, pipes[0], prompt, steps=5000)
+            time.sleep(1.0)
+            again = pool.submit(make, pipes[1], prompt)
+            began = time.monotonic()
+            stubs[0].close()
+            assert time.monotonic() - began < 30
+            assert isinstance(endless.exception(timeout=10), raymod.StubClosedError)
+            assert difference(again.result(timeout=60), expected[1]) <= TOLERANCE
+        assert raymod.unwrap(pipes[1]) is not stubs[1]
+        assert difference(make(pipes[1], prompt), expected[1]) == 0
+    finally:
+        for stub in stubs:
+            stub.close()
