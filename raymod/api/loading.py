@@ -11,7 +11,7 @@ from torch import nn
 from raymod import weights as weight_sources
 from raymod.api.options import check_module, options
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
-from raymod.gang import Gang, Undecided
+from raymod.gang import Gang, Tenant, Undecided
 from raymod.module import RemoteModule, make_stub
 
 __all__ = ["from_loader", "from_pretrained"]
@@ -144,7 +144,7 @@ def from_loader(
     return _stub_of_skeleton(skeletons[0], started)
 
 
-def _stub_of_skeleton(skeleton: nn.Module, started: Gang) -> RemoteModule:
+def _stub_of_skeleton(skeleton: nn.Module, started: Gang | Tenant) -> RemoteModule:
     try:
         return make_stub(
             skeleton,

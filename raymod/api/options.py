@@ -12,7 +12,7 @@ from torch import nn
 from raymod import plans
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError, UnsupportedError
-from raymod.gang import Gang, Undecided, default_world_size
+from raymod.gang import Gang, Tenant, Undecided, default_world_size
 from raymod.module import RemoteModule
 from raymod.weights import Offer
 
@@ -29,15 +29,19 @@ class Options:
         parallel: How the model is divided.
         prepare: What each rank does to it.
         gang: Where and how they run.
+        shared: The gang of another stub, to run on its ranks.
     """
 
     parallel: ParallelConfig
     prepare: PrepareConfig
     gang: GangConfig
+    shared: Gang | None = None
 
     @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
+        if self.shared is not None:
+            return self.parallel.world_size or self.shared.world_size
         return self.parallel.world_size or default_world_size(self.gang)
 
     def degrees(self, module: nn.Module) -> Degrees:
@@ -60,7 +64,7 @@ class Options:
 
     def start(
         self, offer: Offer, degrees: Degrees | Undecided, module: nn.Module | None = None
-    ) -> Gang:
+    ) -> Gang | Tenant:
         """A gang with what is on offer.
 
         Args:
@@ -71,6 +75,17 @@ class Options:
         by_batch = isinstance(degrees, Degrees) and degrees.batch_degree > 1
         is_chosen = by_batch and not self.parallel.has_degrees
         warnings = (plans.by_batch_only(module),) if is_chosen and module is not None else ()
+        if self.shared is not None:
+            if isinstance(degrees, Undecided):
+                raise ConfigError("a module that only the ranks load needs a gang of its own")
+            return Tenant.start(
+                self.shared,
+                load=offer,
+                degrees=degrees,
+                parallel=self.parallel,
+                prepare=self.prepare,
+                timeout_s=self.gang.start_timeout_s,
+            )
         return Gang.start(
             config=self.gang,
             load=offer,
@@ -84,7 +99,7 @@ class Options:
 def options(
     parallel: ParallelConfig | None,
     prepare: PrepareConfig | None,
-    gang: GangConfig | None,
+    gang: GangConfig | RemoteModule | None,
     **shorthand: int | None,
 ) -> Options:
     """What the user gave, checked.
@@ -92,17 +107,32 @@ def options(
     Args:
         parallel: The config, or None.
         prepare: The config, or None.
-        gang: The config, or None.
+        gang: The config, or a stub whose gang is to be shared, or None.
         **shorthand: `workers` and degrees, instead of `parallel`.
 
     Raises:
         ConfigError: Something is of the wrong type, or said twice.
     """
+    shared: Gang | None = None
+    config: Any = gang
+    if isinstance(gang, RemoteModule):
+        shared, config = _gang_of(gang), None
     return Options(
         _parallel(parallel, **shorthand),
         _instance("prepare", prepare, PrepareConfig),
-        _instance("gang", gang, GangConfig),
+        _instance("gang", config, GangConfig),
+        shared,
     )
+
+
+def _gang_of(stub: RemoteModule) -> Gang:
+    if stub.closed or stub.gang.closed:
+        raise ConfigError(
+            f"gang= is a {type(stub).__name__} that was closed; its ranks are gone, so nothing can "
+            f"run on them."
+        )
+    gang: Gang | Tenant = stub.gang
+    return gang.gang if isinstance(gang, Tenant) else gang
 
 
 def check_module(module: nn.Module) -> None:

@@ -31,7 +31,7 @@ def wrap(
     parallel: ParallelConfig | None = None,
     prepare: PrepareConfig | None = None,
     weights: weight_sources.Source = "auto",
-    gang: GangConfig | None = None,
+    gang: GangConfig | RemoteModule | None = None,
     keep_local: bool = True,
 ) -> RemoteModule:
     """Run a pipeline's transformer, or any module, on a gang of ranks.
@@ -57,7 +57,8 @@ def wrap(
             `.safetensors` file: each rank maps the checkpoint, whatever the weights are here; what
             it lacks is sent. A function without arguments that returns the module: run on each
             rank.
-        gang: Where and how the ranks run, and the limits of every wait.
+        gang: Where and how the ranks run, and the limits of every wait. Or another stub: then the
+            module runs on that one's ranks, in turns with it, and ends with its gang.
         keep_local: Keep the local weights on the CPU. False frees them; `unwrap` fetches them
             back.
 

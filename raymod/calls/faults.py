@@ -38,10 +38,10 @@ def find_fault(
 
 
 def is_call(obj: Any) -> bool:
-    """Whether `obj` is the `(args, kwargs)` of a call, perhaps with its cache contexts."""
+    """Whether `obj` is the `(args, kwargs)` of a call, perhaps with cache contexts and seat."""
     return (
         type(obj) is tuple
-        and (len(obj) == 2 or (len(obj) == 3 and type(obj[2]) is tuple))
+        and (len(obj) == 2 or (len(obj) == 4 and type(obj[2]) is tuple and type(obj[3]) is int))
         and type(obj[0]) is tuple
         and type(obj[1]) is dict
         and all(isinstance(name, str) for name in obj[1])

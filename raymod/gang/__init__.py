@@ -3,5 +3,6 @@
 from raymod.gang.core import Gang
 from raymod.gang.reports import CallReport, GangReport
 from raymod.gang.start import Undecided, default_world_size
+from raymod.gang.tenant import Tenant
 
-__all__ = ["CallReport", "Gang", "GangReport", "Undecided", "default_world_size"]
+__all__ = ["CallReport", "Gang", "GangReport", "Tenant", "Undecided", "default_world_size"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -86,6 +87,7 @@ class Gang:
         self._flight: dict[Any, Member] = {}
         self._asked_at = 0.0
         self._warner = warner or Warner()
+        self._seats = itertools.count(1)
         self._finalizer = weakref.finalize(self, existing.cleanup.run_apart)
         self._finalizer.atexit = False  # the clean-up has its own place at the exit
 
@@ -154,6 +156,15 @@ class Gang:
         """Whether `close` was called."""
         return self._seen.closing
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The ranks as the driver knows them."""
+        return self._existing.members
+
+    def next_seat(self) -> int:
+        """A number for a further module on these ranks."""
+        return next(self._seats)
+
     # -- work ----------------------------------------------------------------------------------
 
     def call(
@@ -161,6 +172,8 @@ class Gang:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         contexts: tuple[tuple[str, Mapping[str, Any]], ...] = (),
+        *,
+        seat: int = 0,
     ) -> Any:
         """One call of the module, on all ranks.
 
@@ -168,6 +181,7 @@ class Gang:
             args: Positional arguments, nested as they like.
             kwargs: Keyword arguments.
             contexts: Name and fields of each cache context that it is made in, outermost first.
+            seat: Which of the modules on these ranks; 0 is the first.
 
         Returns:
             What the module returns, on the CPU.
@@ -183,7 +197,7 @@ class Gang:
         self._check_open()
         lines = self._existing.lines
         began = time.monotonic()
-        call = (tuple(args), dict(kwargs), tuple(contexts))
+        call = (tuple(args), dict(kwargs), tuple(contexts), seat)
         packed = pack(call, what="argument", as_it_is=True, dense=True)
         pack_s = time.monotonic() - began
         with self._my_turn():

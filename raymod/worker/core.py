@@ -144,6 +144,8 @@ class Worker:
         self._receiver: weights.Receiver | None = None
         self._split: SplitModule | None = None
         self.undo: Any = None
+        self._seat = 0
+        self._others: dict[int, tuple[Any, ...]] = {}
         self._work = _Work()
         gpu_count = torch.cuda.device_count() if gpu_ids else 0
         self.device, self._warnings = host.choose_device(gpu_ids, os.environ, gpu_count)
@@ -267,19 +269,19 @@ class Worker:
         """One call of the module.
 
         Args:
-            parcel: `(args, kwargs, contexts)`, packed and sent; `contexts` are names and fields
-                of the module's `cache_context`, outermost first.
+            parcel: `(args, kwargs, contexts, seat)`, packed and sent; `contexts` are names and
+                fields of the module's `cache_context`, outermost first.
         """
         call: Any = None
         done = False
         with self._busy("forward") as began:
             try:
-                if self._split is None:
-                    raise ConfigError("nothing is prepared: call prepare first")
                 packed = self.transport.receive(parcel, device=self.device)
-                args, kwargs, contexts = unpack(packed, device=self.device)
+                args, kwargs, contexts, seat = unpack(packed, device=self.device)
                 call = (args, kwargs)
-                with self._in_contexts(contexts):
+                with self.at(seat), self._in_contexts(contexts):
+                    if self._split is None:
+                        raise ConfigError("nothing is prepared: call prepare first")
                     share = self._split(args, kwargs)
                 done = True
                 # prepare has waited for the collectives of share.output, so its bytes are there
@@ -317,6 +319,16 @@ class Worker:
             return Reply(rank=self.rank, parcel=sent, seconds=time.monotonic() - began)
 
     @contextmanager
+    def at(self, seat: int) -> Iterator[None]:
+        """Work on another module that this rank holds; 0 is the one that it was started with."""
+        before = self._seat
+        self._take(seat)
+        try:
+            yield
+        finally:
+            self._take(before)
+
+    @contextmanager
     def unsplit(self) -> Iterator[nn.Module]:
         """The module as it is without its split, for what changes it; afterwards it is split again.
 
@@ -338,9 +350,14 @@ class Worker:
             rss_bytes=host.rss_bytes(),
         )
 
+    def forget(self, seat: int) -> None:
+        """Let go of another module than the first."""
+        self._others.pop(seat, None)
+
     def close(self) -> None:
         """Leave the group and let go of the module. Twice is not worse."""
         self._split = self.module = self._store = None
+        self._others.clear()
         group.leave()
 
     # -- within --------------------------------------------------------------------------------
@@ -352,6 +369,14 @@ class Worker:
             for name, fields in contexts:
                 stack.enter_context(cast("Any", self.module).cache_context(name, **fields))
             yield
+
+    def _take(self, seat: int) -> None:
+        if seat == self._seat:
+            return
+        self._others[self._seat] = (self.module, self._split, self.undo, self._receiver)
+        held = self._others.pop(seat, (None, None, None, None))
+        self.module, self._split, self.undo, self._receiver = held
+        self._seat = seat
 
     def _receiving(self) -> weights.Receiver:
         if self._receiver is None:

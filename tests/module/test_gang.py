@@ -12,6 +12,7 @@ import torch
 
 import raymod
 from raymod.demo import load_pipeline
+from tests import models
 from tests.api.test_pipelines import difference, make
 from tests.module.sequences import Sequence, flux, lora
 from tests.module.test_adapters import image_adapter
@@ -90,6 +91,32 @@ def watch_contexts(worker: Any) -> None:
 def watched_contexts(worker: Any) -> Any:
     del worker.module.__dict__["cache_context"]
     return worker.module.__dict__.pop("seen")
+
+
+def test_a_second_module_on_the_same_ranks(wrapped: Any) -> None:
+    first = call(wrapped)
+    plain = models.flux(seed=5)[0].eval()
+    other = copy.deepcopy(plain)
+    with pytest.raises(raymod.ConfigError, match="the gang to share has 2"):
+        raymod.wrap(other, workers=3, gang=wrapped)
+    with raymod.wrap(other, gang=wrapped) as second:
+        assert second.report.ranks == wrapped.report.ranks
+        assert "by sequence over 2" in second.report.split
+        assert difference(call(plain), call(second)) <= TOLERANCE
+        assert torch.equal(call(wrapped), first)
+        for module in (plain, second):
+            module.load_lora_adapter(lora(flux(), 4), adapter_name="only here")
+        assert difference(call(plain), call(second)) <= TOLERANCE
+        assert torch.equal(call(wrapped), first)
+        assert not hasattr(wrapped, "peft_config")
+        assert second.gang.call_all(parameters) != wrapped.gang.call_all(parameters)
+        assert second.last_call.compute_s > 0
+        with pytest.raises(ValueError, match="not on rank 1"):
+            second._change("try", fails_on_rank_1)
+        assert difference(call(plain), call(second)) <= TOLERANCE
+    with pytest.raises(raymod.StubClosedError, match="was closed"):
+        call(second)
+    assert torch.equal(call(wrapped), first)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def worker() -> Iterator[Worker]:
 
 
 def forward(worker: Worker, *args: Any, **kwargs: Any) -> Reply:
-    return worker.forward(TRANSPORT.send(pack((args, kwargs, ()))))
+    return worker.forward(TRANSPORT.send(pack((args, kwargs, (), 0))))
 
 
 def output(reply: Reply) -> Any:
@@ -113,9 +113,27 @@ def test_a_call_is_made_in_its_cache_contexts(worker: Worker) -> None:
 
     worker.module.cache_context = cache_context  # type: ignore[union-attr,assignment]
     contexts = (("cond", {"step_index": 1}), ("inner", {}))
-    packed = pack(((torch.ones(3),), {}, contexts))
+    packed = pack(((torch.ones(3),), {}, contexts, 0))
     output(worker.forward(TRANSPORT.send(packed)))
     assert entered == [("cond", {"step_index": 1}), ("inner", {}), "left", "left"]
+
+
+def test_another_module_at_its_own_seat(worker: Worker) -> None:
+    first = worker.module
+    with worker.at(1):
+        with offer("auto", nn.ReLU()) as weights:
+            worker.load(weights.ticket)
+        worker.prepare(degrees=Degrees(), parallel=ParallelConfig(), config=PrepareConfig())
+        assert isinstance(worker.module, nn.ReLU)
+    assert worker.module is first
+    x = torch.tensor([-1.0, 0.0, 1.0])
+    packed = TRANSPORT.send(pack(((x,), {}, (), 1)))
+    assert torch.equal(output(worker.forward(packed)), x.relu())
+    assert torch.equal(output(forward(worker, x))["y"], 2 * x)
+    worker.forget(1)
+    failure = worker.forward(packed).failure
+    assert failure is not None
+    assert "call prepare first" in failure.message
 
 
 def test_functions_and_methods(worker: Worker) -> None:
