@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from raymod import weights as weight_sources
-from raymod.api.options import check_module, options
-from raymod.config import GangConfig, ParallelConfig, PrepareConfig
+from raymod.api import offloading
+from raymod.api.options import Options, check_module, options
+from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError
 from raymod.module import RemoteModule, make_stub, restore_local
 
@@ -87,6 +88,23 @@ def wrap(
     module = place.module
     check_module(module)
     degrees = asked.degrees(module)
+    put_back = offloading.detach(module)
+    try:
+        return _wrapped_in_place(place, asked, degrees, weights, keep_local, put_back)
+    except BaseException:
+        put_back()
+        raise
+
+
+def _wrapped_in_place(
+    place: _Place,
+    asked: Options,
+    degrees: Degrees,
+    weights: weight_sources.Source,
+    keep_local: bool,
+    put_back: Callable[[], None],
+) -> RemoteModule:
+    module = place.module
     device = _device_of(module)
     with weight_sources.offer(weights, module) as offer:
         started = asked.start(offer, degrees, module)
@@ -102,6 +120,7 @@ def wrap(
             device=device,
             freed=freed,
             from_local=freed is None and weights in ("auto", "memory"),
+            put_back=put_back,
         )
         place.put(stub)
     except BaseException:

@@ -33,6 +33,7 @@ class _State:
     device: torch.device
     shared: frozenset[str]
     contexts: threading.local = field(default_factory=threading.local)
+    put_back: Callable[[], None] = lambda: None
     uncompiled: Callable[..., Any] | None = None  # `forward`, out of a compiler's sight
     adapters: dict[str, AdapterReport] = field(default_factory=dict)
     closed: bool = False
@@ -352,6 +353,7 @@ def make_stub(
     device: torch.device,
     freed: LocalWeights | None = None,
     from_local: bool = True,
+    put_back: Callable[[], None] = lambda: None,
 ) -> RemoteModule:
     """A stub for `original`; nothing is set on `original` itself.
 
@@ -363,6 +365,7 @@ def make_stub(
         freed: Its weights, where they were freed.
         from_local: Whether ranks that are started anew would load `original` as it stands then;
             see `Record`.
+        put_back: Called when `original` is itself again: puts its offloading back on.
     """
     kind: Any = type(original)
     cls: Any = stub_class(kind, RemoteModule)
@@ -375,6 +378,7 @@ def make_stub(
         report=report,
         device=device,
         shared=frozenset(shared),
+        put_back=put_back,
     )
     return stub
 
@@ -397,10 +401,16 @@ def _shared(original: nn.Module) -> dict[str, Any]:
 
 
 def restore_local(stub: RemoteModule) -> nn.Module:
-    """The original of `stub`, with its weights fetched back where they were freed."""
+    """The original of `stub`, with its weights fetched back and its offloading put back on."""
     state = stub._raymod
-    if state.sides.freed is None:
-        return state.original
+    if state.sides.freed is not None:
+        _fetch(state, state.sides.freed)
+    put_back, state.put_back = state.put_back, lambda: None
+    put_back()
+    return state.original
+
+
+def _fetch(state: _State, freed: LocalWeights) -> None:
     lost = (
         "the local weights were freed with keep_local=False and the ranks that held them are "
         "gone; load the module again"
@@ -411,9 +421,8 @@ def restore_local(stub: RemoteModule) -> nn.Module:
         values = on_ranks.fetch_weights(state.gang)
     except RaymodError as error:
         raise WeightsError(f"{lost}.") from error
-    state.sides.freed.restore(values)
+    freed.restore(values)
     state.sides.freed = None
-    return state.original
 
 
 def _is_tensor(leaf: object) -> bool:
