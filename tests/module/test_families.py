@@ -48,8 +48,12 @@ def test_same_result_as_plain(family: str) -> None:
     pair = twins(FAMILIES[family])
     first = compare(pair)
     assert torch.equal(compare(pair), first)  # and nothing is left behind by the first run
-    for name in denoisers(pair[1]):
-        assert getattr(pair[1], name).gang.calls
+    plain, pipe, _ = pair
+    for name in denoisers(pipe):
+        assert getattr(pipe, name).gang.calls
+    for attribute in ("device", "_execution_device", "dtype"):
+        assert getattr(pipe, attribute) == getattr(plain, attribute)
+    assert pipe.components.keys() == plain.components.keys()
 
 
 def test_fused_projections() -> None:

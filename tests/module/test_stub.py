@@ -239,3 +239,42 @@ def test_a_plain_module_too() -> None:
     assert isinstance(stub, nn.Sequential)
     assert len(stub) == 2
     assert stub.state_dict().keys() == module.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16().float()]
+)
+def test_a_dtype_is_that_of_the_plain_model_weight_by_weight(cast: Any) -> None:
+    """Also where a class keeps some of its modules in fp32: the ranks use its own method."""
+    plain, module = models.wan()[0], models.wan()[0]
+    assert type(module)._keep_in_fp32_modules
+    for each in (plain, module):  # as `from_pretrained` leaves them
+        for name, parameter in each.named_parameters():
+            if not any(kept in name for kept in type(each)._keep_in_fp32_modules):
+                parameter.data = parameter.data.bfloat16()
+    stub, ranks = stub_of(module, count=2)
+    assert len({parameter.dtype for parameter in stub.parameters()}) == 2
+    cast(plain)
+    cast(stub)
+    expected = {name: value.dtype for name, value in plain.state_dict().items()}
+    for side in (stub, *(worker.module for worker in ranks.workers)):
+        assert {name: value.dtype for name, value in side.state_dict().items()} == expected
+
+
+def test_parameters_are_those_of_the_driver_s_module_and_are_never_none(flux: Any) -> None:
+    module, _ = flux
+    stub, ranks = stub_of(module)
+    assert next(stub.parameters()) is next(module.parameters())
+    assert [name for name, _ in stub.named_parameters()] == [
+        name for name, _ in module.named_parameters()
+    ]
+    before = ranks.sent_bytes
+    freed, _ = stub_of(module, ranks=ranks, freed=free(module))
+    first = next(freed.parameters())
+    assert (first.dtype, first.is_meta) == (torch.float32, True)
+    for ask in (
+        repr,
+        lambda m: (m.dtype, m.device, m.config, m.num_parameters(), list(m.buffers())),
+    ):
+        ask(freed)
+    assert ranks.sent_bytes == before  # nothing of it fetches weights
