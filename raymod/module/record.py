@@ -26,12 +26,14 @@ class Entry:
         group: What it is about: "adapters", "cache", ...; names of attributes are groups too.
         packed: Its arguments, `(args, kwargs)`.
         local: Whether the driver's module has made it too.
+        supersedes: Whether earlier ones of its group no longer mattered.
     """
 
     method: str | Callable[..., Any]
     group: str
     packed: Packed
     local: bool
+    supersedes: bool
 
 
 class Record:
@@ -83,12 +85,21 @@ class Record:
         with self._lock:
             if supersedes:
                 self._drop(group)
-            self._entries.append(Entry(method, group, packed, local))
+            self._entries.append(Entry(method, group, packed, local, supersedes))
 
-    def drop(self, group: str) -> None:
-        """Forget the changes of a group: they have been taken back, and nothing is left of them."""
+    def forget_adapters(self) -> None:
+        """Forget adapters that are gone, if they have left no trace: they hold many bytes.
+
+        They have left one if they were fused, or if weights were changed meanwhile, whose names
+        are others while there are adapters.
+        """
         with self._lock:
-            self._drop(group)
+            entries = self._entries
+            first = next((n for n, e in enumerate(entries) if e.group == "adapters"), len(entries))
+            since = entries[first:]
+            if not any(_leaves_a_trace(entry) for entry in since):
+                kept = [entry for entry in since if entry.group != "adapters"]
+                self._entries = entries[:first] + kept
 
     def replay(self, gang: _Ranks) -> None:
         """Make all changes on a gang that has just loaded the module.
@@ -102,3 +113,9 @@ class Record:
 
     def _drop(self, group: str) -> None:
         self._entries = [entry for entry in self._entries if entry.group != group]
+
+
+def _leaves_a_trace(entry: Entry) -> bool:
+    if entry.group == "adapters":
+        return entry.method in ("fuse_lora", "unfuse_lora")
+    return not entry.supersedes

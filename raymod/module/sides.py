@@ -83,6 +83,7 @@ class Sides:
         self.freed = freed
         self._watch: Watch | None = None
         self._config = config_of(original)
+        self._began_adapted = _is_adapted(original)
         self._turn = threading.RLock()
         self._unsettled = False
         gang.on_rebuilt = record.replay
@@ -140,6 +141,8 @@ class Sides:
                 value = self._locally(method, args, kwargs) if local else None
                 outcomes = self._on_ranks(method, args, kwargs, returns=not local)
             self.record.add(method, args, kwargs, group=group, local=local, supersedes=supersedes)
+            if group == "adapters" and not (self._began_adapted or _is_adapted(self.original)):
+                self.record.forget_adapters()
             self._note()
         return value if local else outcomes[0].value
 
@@ -231,3 +234,9 @@ class Sides:
             error.__cause__ = because
             self.gang.fail(error)
             raise error
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether the module has adapters; image adapters count, which leave other processors."""
+    has_images = getattr(module, "encoder_hid_proj", None) is not None
+    return bool(getattr(module, "peft_config", None)) or has_images

@@ -230,6 +230,29 @@ def copy_into_table(module: Any, values: torch.Tensor) -> None:
     module.table.copy_(values)
 
 
+def test_adapters_that_are_gone_are_forgotten_unless_they_left_a_trace() -> None:
+    from tests.module.sequences import flux, lora
+
+    stub, _ = stub_of(flux(), 1, from_local=False)
+    record = stub._raymod.sides.record
+    for _ in range(3):
+        stub.load_lora_adapter(lora(flux(), 1), adapter_name="a")
+        stub.set_adapters("a", 0.5)
+        stub.train()
+        stub.eval()
+        assert len(record.entries) == 3
+        stub.unload_lora()
+        assert [entry.group for entry in record.entries] == ["train"]
+    stub.load_lora_adapter(lora(flux(), 1), adapter_name="a")
+    stub.fuse_lora()
+    stub.unload_lora()
+    assert [entry.method for entry in record.entries][1:] == [
+        "load_lora_adapter",
+        "fuse_lora",
+        "unload_lora",
+    ]
+
+
 class TestCacheContext:
     @pytest.fixture
     def flux(self) -> Any:
