@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from raymod.calls import Packed, pack, unpack
 from raymod.calls.joining import join
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
@@ -26,9 +24,10 @@ from raymod.errors import (
     RankError,
     StubClosedError,
 )
+from raymod.gang.health import ask_health
 from raymod.gang.interrupts import interrupt_deferred
 from raymod.gang.progress import Progress
-from raymod.gang.ranks import Member, Outcome, collect, in_step, judge
+from raymod.gang.ranks import Member, Outcome, in_step, judge
 from raymod.gang.reports import CallReport, GangReport
 from raymod.gang.start import Asked, Existing, Undecided, start
 from raymod.gang.telling import Warner, first_line
@@ -281,22 +280,7 @@ class Gang:
             StubClosedError: The gang was closed.
         """
         self._check_open()
-        refs = {
-            member.actor.health.options(concurrency_group="health").remote(): member
-            for member in self._existing.members
-        }
-        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
-        found = []
-        for ref, member in refs.items():
-            health = Health(rank=member.rank, state=f"silent for {timeout_s:g} s", ok=False)
-            if ref in ready:
-                outcome = collect({ref: member}, deadline=time.monotonic() + 1.0)
-                gone = outcome.deaths.get(member.rank, "does not answer")
-                health = outcome.replies.get(
-                    member.rank, Health(rank=member.rank, state=f"gone: {gone}", ok=False)
-                )
-            found.append(health)
-        return tuple(found)
+        return ask_health(self.members, timeout_s)
 
     # -- end -----------------------------------------------------------------------------------
 
