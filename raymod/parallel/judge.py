@@ -6,7 +6,6 @@ import copy
 import math
 import time
 from collections.abc import Hashable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,8 +105,7 @@ class Judge:
         mine = time.monotonic() - start
         nothing = float(is_all_broken(output))
         seconds, nothing = self._mesh.worst([mine, nothing], limit_s=_patience_s(mine))
-        after = _versions(self._runner.module)
-        changed = tuple(name for name, version in after.items() if before.get(name) != version)
+        changed = _changed(self._runner.module, before)
         limit = limit_for(self._runner.module, output)
         return Whole(output, limit, seconds, not nothing, changed)
 
@@ -212,10 +210,27 @@ def _fresh(call: Call) -> Call:
         return copied
 
 
-def _versions(module: nn.Module) -> dict[str, int]:
-    """A count for each buffer that grows when it is written to."""
-    found: dict[str, int] = {}
-    for name, buffer in module.named_buffers():
-        with suppress(RuntimeError):  # one that was made in inference mode does not count
-            found[name] = buffer._version
-    return found
+def _versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
+    """The module's buffers, each with a count that grows when it is written to."""
+    return {name: (buffer, _version(buffer)) for name, buffer in module.named_buffers()}
+
+
+def _version(buffer: torch.Tensor) -> int:
+    try:
+        return buffer._version
+    except RuntimeError:  # one that was made in inference mode does not count
+        return 0
+
+
+def _changed(module: nn.Module, before: dict[str, tuple[torch.Tensor, int]]) -> tuple[str, ...]:
+    """Names of the buffers that are not what they were; new ones are no change, but a cache."""
+    names = []
+    for name, (now, version) in _versions(module).items():
+        was, had = before.get(name, (now, version))
+        if version != had if now is was else not _is_equal(now, was):
+            names.append(name)
+    return tuple(names)
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)

@@ -222,12 +222,29 @@ class Pending(nn.Module):
 class Counting(nn.Module):
     """Its output is that of its parts, but it remembers a mean of all that it saw."""
 
-    def __init__(self, norm: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(5) if norm else nn.Identity()
+        self.norm = nn.BatchNorm1d(5) if how == "norm" else nn.Identity()
+        self.anew = how == "anew"
         self.register_buffer("seen", torch.zeros(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
+        if self.training and self.anew:
+            self.seen = self.seen + x.mean(0)
+        elif self.training:
             self.seen += x.mean(0)
         return self.norm(x) + 0.0 * self.seen
+
+
+class Caching(nn.Module):
+    """Makes a buffer when it is first needed, and another anew in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(5))
+        self.table = torch.arange(5.0)
+        return x * self.late + self.table

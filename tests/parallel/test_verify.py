@@ -151,12 +151,10 @@ def test_a_module_in_16_bit_with_parts_in_fp32(ranks: World, degrees: Any) -> No
     assert_refused(wrong)
 
 
-@pytest.mark.parametrize("norm", [True, False])
-def test_what_a_call_changes_in_the_module_is_the_same_on_all_ranks(
-    ranks: World, norm: bool
-) -> None:
+@pytest.mark.parametrize("how", ["norm", "in_place", "anew"])
+def test_what_a_call_changes_in_the_module_is_the_same_on_all_ranks(ranks: World, how: str) -> None:
     """In training mode, where the mean and variance of a part are not those of the batch."""
-    module = plain.Counting(norm).train()
+    module = plain.Counting(how).train()
     calls = [{"x": torch.randn(4, 5)} for _ in range(3)]
     workers = {"asked": {"workers": 2}}
     for errors, found, right in ranks(2)(cases.buffers_after, module, calls, BATCH, **workers):
@@ -171,6 +169,11 @@ def test_what_a_call_changes_in_the_module_is_the_same_on_all_ranks(
     assert "call eval()" in asked[0].error
     (evaluated, *_) = of_module(ranks(2), module.eval(), calls, BATCH)
     assert_exact(evaluated, [True, True])
+
+
+def test_what_a_module_only_caches_is_no_change(ranks: World) -> None:
+    (seen,) = of_module(ranks(2), plain.Caching(), [{"x": torch.randn(4, 5)}], BATCH)
+    assert_exact(seen, [True, True])
 
 
 NAN, INF = float("nan"), float("inf")
