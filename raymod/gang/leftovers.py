@@ -41,7 +41,7 @@ class Watcher:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C is not for it
-                env={},
+                bufsize=0,
             )
 
     def remove(self) -> None:
@@ -50,7 +50,8 @@ class Watcher:
         process, self._process = self._process, None
         if process is None or process.stdin is None:
             return
-        with suppress(OSError):
+        with suppress(OSError):  # a word, since a process that was forked off may keep it open
+            process.stdin.write(b"!")
             process.stdin.close()
         try:
             process.wait(_STOP_S)
@@ -79,10 +80,7 @@ def _processes(folder: Path) -> list[int]:
 
 
 def _wait_for_the_end(driver: int) -> None:
-    """Return when the driver has closed our standard input or is gone.
-
-    A process that it forked off may keep the other end open.
-    """
+    """Return when the driver says so, or is gone."""
     while os.getppid() == driver:
         if select.select([0], [], [], _LOOK_S)[0]:
             return
