@@ -227,7 +227,7 @@ def sizes(ways: dict[str, Way], sizes_mb: Sequence[int], *, rounds: int) -> dict
 
 def bench_calls(*, quick: bool) -> dict[str, Any]:
     """The part `calls`."""
-    with ray_running(_STORE_BYTES), ways(("raymod", "ray", "peer")) as found:
+    with ray_running(_STORE_BYTES, cpus=3 * RANKS), ways(("raymod", "ray", "peer")) as found:
         rounds, each = (1, 4) if quick else (10, 10)
         return {
             "payloads": payloads(found, rounds=rounds, each=each),

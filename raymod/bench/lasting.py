@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from raymod.bench.calls import EMBEDDINGS, PAYLOADS, echo_gang
+from raymod.bench.calls import EMBEDDINGS, PAYLOADS, RANKS, echo_gang
 from raymod.bench.machine import cpu_s, pss_mb, ray_running
 
 __all__ = ["bench_memory"]
@@ -22,7 +22,7 @@ _WARM_CALLS = 200
 
 def bench_memory(*, quick: bool) -> dict[str, Any]:
     """The part `memory`."""
-    with ray_running(_STORE_BYTES):
+    with ray_running(_STORE_BYTES, cpus=RANKS):
         return {
             "many": _many(100 if quick else 2000),
             "idle": _idle(0.5 if quick else 10.0),

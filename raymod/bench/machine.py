@@ -15,19 +15,20 @@ from raymod.config import GangConfig
 __all__ = ["MB", "cpu_s", "machine", "pss_mb", "ray_running", "spread", "status_kb"]
 
 MB = 1_000_000
-_CPUS = 16  # for Ray to give away: several gangs take turns on the same cores
 
 
 @contextmanager
-def ray_running(store_bytes: int) -> Iterator[None]:
+def ray_running(store_bytes: int, *, cpus: int) -> Iterator[None]:
     """A Ray: the one that this process is connected to, a running one, or one for this block.
 
     Args:
         store_bytes: Size of the object store of one that is started here.
+        cpus: What it has to give away: as many as there are actors at a time, whatever the cores;
+            for each of them Ray starts a process beforehand.
     """
     from raymod.gang.session import attach, release
 
-    config = GangConfig(ray_init={"num_cpus": _CPUS}, object_store_memory_bytes=store_bytes)
+    config = GangConfig(ray_init={"num_cpus": cpus}, object_store_memory_bytes=store_bytes)
     session = attach(config)
     try:
         yield

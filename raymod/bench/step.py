@@ -32,7 +32,7 @@ def bench_step(*, quick: bool) -> dict[str, Any]:
     module, inputs = model.small(blocks=blocks), model.inputs(image=image, text=text)
     with (
         torch.no_grad(),
-        ray_running(_STORE_BYTES),
+        ray_running(_STORE_BYTES, cpus=RANKS),
         spmd(RANKS, image=image, text=text, blocks=blocks) as plain,
         wrap(module, workers=RANKS, prepare=PrepareConfig(threads=1)) as stub,
     ):

@@ -10,10 +10,15 @@ import ray
 
 from raymod.gang.ranks import Member
 from raymod.weights import Offer, Ticket
+from raymod.weights.offers import PIECE_BYTES
 
 __all__ = ["deliver"]
 
 logger = logging.getLogger(__name__)
+
+# Of an object store a piece takes no more than this part of it: the one before may still be there.
+_STORE_SHARE = 4
+_LEAST_BYTES = 1 << 20
 
 # Asks members to run a method of their worker; returns the answers in their order.
 Ask = Callable[..., list[Any]]
@@ -36,6 +41,13 @@ def deliver(offer: Offer, ticket: Ticket, members: Sequence[Member], ask: Ask) -
         ask(here, "load", ticket)
 
 
+def _piece_bytes() -> int:
+    """Small enough for every object store: a piece that does not fit would go by way of a disk."""
+    stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes()]
+    shares = [int(store) // _STORE_SHARE for store in stores if store]
+    return max(_LEAST_BYTES, min([PIECE_BYTES, *shares]))
+
+
 def _send_pieces(offer: Offer, far: Sequence[Member], ask: Ask) -> list[Member]:
     """The bytes go once to each place: one rank takes them, the others open what that one has.
 
@@ -49,7 +61,7 @@ def _send_pieces(offer: Offer, far: Sequence[Member], ask: Ask) -> list[Member]:
     receivers = [members[0] for members in groups]
     logger.info("sending the weights in pieces to %d places", len(groups))
     ask(receivers, "receive", offer.ticket_for_pieces)
-    for piece in offer.pieces():
+    for piece in offer.pieces(_piece_bytes()):
         # a reference as an argument: Ray hands the piece itself to the method
         ask(receivers, "receive_piece", ray.put(piece))
     tickets = ask(receivers, "received")

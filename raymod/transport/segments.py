@@ -181,10 +181,13 @@ class Pool:
             self._segments.append(best)
         self._recent.append(content)
         best.used_at = self._count
-        for segment in list(self._segments):
-            if self._count - segment.used_at >= _IDLE and segment.is_free():
-                self._drop([segment])
+        self._age()
         return best
+
+    def skip(self) -> bool:
+        """Count a parcel that needs no segment; whether one was given up for it."""
+        self._count += 1
+        return self._age()
 
     def forget(self) -> None:
         """Let go of all that are free."""
@@ -204,6 +207,16 @@ class Pool:
         )
         segments = (self._segments[index] for *_, index in order)
         return next((segment for segment in segments if segment.is_free()), None)
+
+    def _age(self) -> bool:
+        """Give up what so many others were preferred to."""
+        old = [
+            segment
+            for segment in self._segments
+            if self._count - segment.used_at >= _IDLE and segment.is_free()
+        ]
+        self._drop(old)
+        return bool(old)
 
     def _may_grow(self, count: int, need: int) -> bool:
         return count <= _KEEP and count * need <= _KEEP_BYTES

@@ -147,9 +147,10 @@ class SharedTransport(Transport):
     # -- within --------------------------------------------------------------------------------
 
     def _parcel(self, packed: Packed, *, again: bool) -> Parcel:
-        if packed.nbytes <= self._inline_bytes:
-            return inline(packed)
         with self._lock:
+            # where a segment was given up, the next parcel says so to those who have it mapped
+            if packed.nbytes <= self._inline_bytes and not self._pool.skip():
+                return inline(packed)
             return self._place(packed, Content.of(packed.tensors, again=again))
 
     def _place(self, packed: Packed, content: Content) -> Parcel:

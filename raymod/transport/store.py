@@ -20,6 +20,8 @@ __all__ = ["RayTransport"]
 # So many puts, and bytes in them, are kept for content that comes again and again.
 _KEEP = 4
 _KEEP_BYTES = 128 << 20
+# What so many parcels did not refer to is no longer kept.
+_IDLE = 16
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,12 @@ class RayTransport(Transport):
 
     def send(self, packed: Packed) -> Parcel:
         """See [`Transport.send`][raymod.transport.Transport.send]."""
+        self._count += 1
         if packed.nbytes <= self._inline_bytes:
+            self._trim()
             return inline(packed)
         packed = packed.plain()
         content = Content.of(packed.tensors)
-        self._count += 1
         found = [self._find(index, tensor, content) for index, tensor in enumerate(packed.tensors)]
         new = [index for index, place in enumerate(found) if place is None]
         fresh = self._put(packed, content, new)
@@ -156,6 +159,7 @@ class RayTransport(Transport):
 
     def _trim(self) -> None:
         """Keep what was used last, within bounds."""
+        self._kept = [put for put in self._kept if self._count - put.used_at < _IDLE]
         self._kept.sort(key=lambda put: -put.used_at)
         del self._kept[_KEEP:]
         while sum(put.nbytes for put in self._kept) > _KEEP_BYTES:

@@ -49,7 +49,7 @@ class Rank:
 class PiecesOffer:
     ticket_for_pieces = "pieces"
 
-    def pieces(self) -> Iterator[str]:
+    def pieces(self, piece_bytes: int) -> Iterator[str]:
         return iter(PIECES)
 
 
@@ -67,6 +67,7 @@ def test_every_rank_loads(
     monkeypatch: pytest.MonkeyPatch, containers: str, nodes: str, hosts: str, receivers: list[int]
 ) -> None:
     monkeypatch.setattr(room.ray, "put", lambda piece: piece)
+    monkeypatch.setattr(room.ray, "nodes", lambda: [])
     ranks = [Rank(container) for container in containers]
     members = [
         Member(

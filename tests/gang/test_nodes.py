@@ -133,7 +133,7 @@ class FarOffer(Offer):
         return replace(ticket, file=replace(ticket.file, path="/nowhere"))
 
     def pieces(self, piece_bytes: int = 1 << 20) -> Iterator[Piece]:
-        for piece in self.offer.pieces(piece_bytes):
+        for piece in self.offer.pieces(min(piece_bytes, 1 << 20)):
             self.sent += 1
             yield piece
 

@@ -130,6 +130,31 @@ class TransportConformance:
         assert len(results) >= 2
         assert all(result == digest(tensors) for result in results)
 
+    def test_tensors_arrive_however_they_lie(self, link: Link) -> None:
+        noise = torch.randn(300, 400)
+        with torch.inference_mode():
+            made_in_inference_mode = torch.randn(100, 200)
+        tensors = [
+            noise.t(),
+            noise[::3, 5:-1:2],
+            noise.bfloat16().t(),
+            noise.half()[:, 1::2],
+            (noise > 0).t(),
+            (noise * 1e6).long()[::2],
+            noise[0].expand(50, 400),
+            torch.randn(4, 3, 100, 100).to(memory_format=torch.channels_last),
+            torch.complex(noise, -noise).conj(),
+            torch.complex(noise, -noise).conj().imag,
+            noise[:0].t(),
+            noise[7, 9],
+            torch.nn.Parameter(noise)[1:],
+            made_in_inference_mode.t(),
+        ]
+        expected = digest(t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors)
+        for _ in range(2):  # the second time there is something to compare with
+            parcel = link.transport.send(pack(tensors, as_it_is=True))
+            assert link.on_receivers(parcel, digest_of) == [expected] * 2
+
     def test_structure_arrives(self, link: Link) -> None:
         call = ((1, None), {"nested": {"flags": [True, "text"], "range": range(3)}})
         assert link.on_receivers(link.transport.send(pack(call)), unpacked)[1] == call
@@ -212,6 +237,28 @@ class TransportConformance:
     def test_a_reply_of_every_kind_comes_back(self, link: Link) -> None:
         packed: Packed = link.transport.receive(link.reply(zoo))
         assert digest(unpack(packed)) == digest(zoo())
+
+    @pytest.mark.parametrize("count", [10, 5000], ids=["inline", "placed"])
+    def test_what_calls_of_another_kind_need_no_more_is_let_go(
+        self, link: Link, count: int
+    ) -> None:
+        link.on_receivers(link.transport.send(pack(torch.zeros(50_000))), digest_of)
+        before = self.held_bytes(link)
+        for n in range(3):
+            large = torch.full((4 << 20,), float(n))
+            link.on_receivers(link.transport.send(pack(large)), digest_of)
+        assert self.held_bytes(link) > before + 15 * MiB
+        for n in range(40):
+            small = torch.full((count,), float(n))
+            assert link.on_receivers(link.transport.send(pack(small)), digest_of)
+        deadline = time.monotonic() + 10
+        while self.held_bytes(link) > before + MiB and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert self.held_bytes(link) <= before + MiB
+
+    def held_bytes(self, link: Link) -> int:
+        """How much memory the transport holds, at all ends together."""
+        raise NotImplementedError
 
     def test_sending_again_and_again_leaves_nothing(self, link: Link) -> None:
         tensor = torch.randn(50_000)

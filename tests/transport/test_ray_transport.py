@@ -64,6 +64,9 @@ def ray_link(ray_for_tests: RayForTests) -> Iterator[RayLink]:
 
 
 class TestRayTransport(TransportConformance):
+    def held_bytes(self, link: Any) -> int:
+        return sum(put.nbytes for put in link.transport._kept)
+
     @pytest.fixture
     def link(self, ray_link: RayLink) -> RayLink:
         return ray_link
