@@ -1,9 +1,8 @@
 """What raymod costs, measured beside the alternatives: `raymod bench`.
 
-- [`run_bench`][raymod.bench.run.run_bench] measures, part by part: `calls`, `step`, `startup`,
-  `memory`.
-- [`rows`][raymod.bench.figures.rows] holds what was measured against the figures to reach.
-- [`bench_pipeline`][raymod.bench.pipeline.bench_pipeline] does it for a pipeline of the user's.
+- `run.run_bench` measures, part by part: `calls`, `step`, `startup`, `memory`.
+- `figures.rows` holds what was measured against the figures to reach.
+- `pipeline.bench_pipeline` times a pipeline of the user's.
 
 What raymod is compared with, each only where it is there: `peer`, cache-dit's Ray wrapper of a
 transformer; `spmd`, the same split module in plain torch.distributed processes; `local`, the module

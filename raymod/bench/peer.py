@@ -6,15 +6,19 @@ import importlib.util
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from raymod.errors import ConfigError
+
 __all__ = ["MISSING", "is_installed", "peer"]
 
 MISSING = "cache-dit is not installed: pip install 'raymod[bench]'"
+_CPUS_LIMIT_S = 20.0  # Ray tells of CPUs that were given back with some delay
 _LOADED = re.compile(r"Loaded .* in ([\d.]+)s")
 
 
@@ -33,9 +37,14 @@ def peer(module: nn.Module, workers: int) -> Iterator[tuple[Callable[..., Any], 
     Yields:
         What to call instead of the module, and the seconds it took to save and load it, as
         `load_s`, where the peer says so.
+
+    Raises:
+        ConfigError: Ray has not enough CPUs left.
     """
     os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "INFO")
     import ray
+
+    _check_cpus(workers)
     from cache_dit.distributed import ParallelismConfig
     from cache_dit.ray.engine import RayParallelEngine
 
@@ -55,6 +64,20 @@ def peer(module: nn.Module, workers: int) -> Iterator[tuple[Callable[..., Any], 
         engine.shutdown()
         for actor in actors:
             ray.kill(actor)
+
+
+def _check_cpus(workers: int) -> None:
+    """The peer waits without limit for CPUs that are not there."""
+    import ray
+
+    limit = time.monotonic() + _CPUS_LIMIT_S
+    while (free := ray.available_resources().get("CPU", 0)) < workers:
+        if time.monotonic() > limit:
+            raise ConfigError(
+                f"the peer needs {workers} CPUs of Ray for itself, and {free:g} are free; start "
+                f"Ray with more (ray.init(num_cpus=...)), or leave out the parts that have it"
+            )
+        time.sleep(0.2)
 
 
 class _Notes(logging.Handler):

@@ -12,6 +12,7 @@ from raymod.bench import calls, model, peer, startup
 from raymod.bench.spmd import spmd
 from raymod.cli import main
 from raymod.demo import model_path
+from raymod.errors import ConfigError
 from tests.conftest import RayForTests
 
 pytestmark = pytest.mark.filterwarnings("ignore:batch_degree=2:UserWarning")
@@ -63,13 +64,16 @@ def test_the_command_writes_its_figures(
     ray_session: RayForTests, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "figures"
-    assert main(["bench", "--quick", "--only", "step", "--output", str(output)]) == 0
+    assert main(["bench", "--quick", "--only", "calls,step,memory", "--output", str(output)]) == 0
     text = capsys.readouterr().out
-    assert "over spmd" in text
-    assert "at most 1.03 x" in text
     found = json.loads(output.with_suffix(".json").read_text())
+    assert [row["part"] for row in found["rows"]] == ["calls"] * 5 + ["step"] + ["memory"] * 4
+    for row in found["rows"]:
+        assert row["cells"][0] in text
+    assert "figures say nothing" in text
     assert found["step"]["difference"] < 1e-5
-    assert [row["part"] for row in found["rows"]] == ["step"]
+    assert found["calls"]["payloads"]["flux-1024"]["raymod"]["parts"]["reused_bytes"] == 4194304
+    assert output.with_suffix(".png").stat().st_size > 10_000
 
 
 @pytest.mark.gang
@@ -112,3 +116,13 @@ def test_a_part_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "--only", "calls,speed"])
     assert "there is no part 'speed'" in capsys.readouterr().err
+
+
+@pytest.mark.gang
+def test_the_peer_does_not_wait_for_cpus_that_are_not_there(
+    ray_session: RayForTests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "_CPUS_LIMIT_S", 0.1)
+    with pytest.raises(ConfigError, match="needs 999 CPUs of Ray"):
+        peer._check_cpus(999)
+    peer._check_cpus(1)
