@@ -94,6 +94,12 @@ class Sides:
             self._follow()
             return self.gang.call(args, kwargs, contexts)
 
+    def fetch(self) -> dict[str, torch.Tensor]:
+        """All weights of rank 0, by name."""
+        with self._in_turn():
+            self._follow()
+            return on_ranks.fetch_weights(self.gang)
+
     def expose(self) -> None:
         """A part of the driver's module is given out, and may be changed from now on."""
         if self._watch is None:
@@ -164,6 +170,8 @@ class Sides:
         """Make on the ranks what the driver's module has had done to it already."""
         self._on_ranks(method, (what,), {}, returns=False)
         self.record.add(method, (what,), {}, group="parts")
+        if self.freed is not None:
+            self.freed.follow(self.original)
         self._note()
 
     def _note(self) -> None:

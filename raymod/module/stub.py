@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from raymod.errors import ConfigError, RaymodError, StubClosedError, UnsupportedError, WeightsError
-from raymod.module import on_ranks
 from raymod.module.adapters import AdapterReport
 from raymod.module.methods import stub_class
 from raymod.module.record import Record
@@ -265,7 +264,7 @@ class RemoteModule(nn.Module):
         if state.sides.freed is None:
             return found
         prefix = kwargs.get("prefix", "")
-        values = on_ranks.fetch_weights(self._open("fetch its weights").gang)
+        values = self._open("fetch its weights").sides.fetch()
         for name in found:
             if name.removeprefix(prefix) in values:
                 found[name] = values[name.removeprefix(prefix)]
@@ -418,7 +417,7 @@ def _fetch(state: _State, freed: LocalWeights) -> None:
     if state.closed:
         raise WeightsError(f"{lost}. Next time raymod.unwrap before closing.")
     try:
-        values = on_ranks.fetch_weights(state.gang)
+        values = state.sides.fetch()
     except RaymodError as error:
         raise WeightsError(f"{lost}.") from error
     freed.restore(values)

@@ -212,6 +212,21 @@ def test_unwrapped_weights_have_what_was_loaded() -> None:
     assert torch.equal(call(plain), call(restored))
 
 
+def test_a_part_that_was_replaced_comes_back_too() -> None:
+    """Without local weights: in its own objects, and though no call was made since."""
+    module = flux()
+    stub, _ = stub_of(module, ranks=Ranks(module, 2), freed=free(module))
+    part = torch.nn.Linear(256, 64)
+    weight = part.weight.detach().clone()
+    stub.transformer_blocks[0].ff.net[2] = part
+    stub.transformer_blocks[0].attn.to_q = torch.nn.Linear(64, 64, bias=False)  # another shape
+    restored = restore_local(stub)
+    assert restored.transformer_blocks[0].ff.net[2] is part
+    assert torch.equal(part.weight, weight)
+    assert not any(parameter.is_meta for parameter in restored.parameters())
+    call(restored)
+
+
 def image_adapter(module: Any, seed: int) -> dict[str, dict[str, torch.Tensor]]:
     """An IP-Adapter for a Flux of two double blocks or less: image embeddings of 10 numbers."""
     generator = torch.Generator().manual_seed(seed)
@@ -271,6 +286,34 @@ def test_a_hook_on_a_part_would_not_run_and_is_refused(pair: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"transformer_blocks\.0, a part of"):
         call(stub)
     handle.remove()
+    call(stub)
+
+
+def test_attributes_of_parts_are_set_on_the_ranks(pair: Any) -> None:
+    """GLIGEN switches layers on and off so; FreeNoise and others set numbers."""
+    stub, ranks = pair
+    for part in stub.modules():
+        if type(part).__name__ == "FluxTransformerBlock":
+            part.enabled = False
+            part.sizes = [1, 2]
+    call(stub)
+    stub.transformer_blocks[0].sizes.append(3)
+    del stub.transformer_blocks[0].enabled
+    call(stub)
+    for worker in ranks.workers:
+        block = worker.module.transformer_blocks[0]
+        assert block.sizes == [1, 2, 3]
+        assert not hasattr(block, "enabled")
+
+
+def test_a_part_may_be_set_and_taken_away(pair: Any) -> None:
+    """As a pipeline does with the positions of a ControlNet, and with image projections."""
+    stub, ranks = pair
+    stub.projection = torch.nn.Linear(2, 2)
+    for worker in ranks.workers:
+        assert torch.equal(worker.module.projection.weight, stub.projection.weight)
+    stub.projection = None
+    assert all(worker.module.projection is None for worker in ranks.workers)
     call(stub)
 
 
