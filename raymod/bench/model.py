@@ -57,7 +57,8 @@ def large(megabytes: int) -> nn.Module:
     blocks = max(1, round((megabytes * MB - 2.8 * _BLOCK_BYTES) / _BLOCK_BYTES))
     with torch.device("meta"):
         made: nn.Module = flux(**{**_LARGE, "num_single_layers": blocks})
-    made = made.to(torch.bfloat16).to_empty(device="cpu").eval()
+    # diffusers' own `to` has something to say on every cast
+    made = nn.Module.to(made, torch.bfloat16).to_empty(device="cpu").eval()
     block = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) / 32
     with torch.no_grad():
         for parameter in made.parameters():  # random enough, at the speed of a copy
