@@ -12,7 +12,7 @@ from raymod.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Degrees", "GangConfig", "ParallelConfig", "PrepareConfig"]
+__all__ = ["Degrees", "GangConfig", "ParallelConfig", "PrepareConfig", "quantize_kind"]
 
 MAX_WORLD_SIZE = 4096
 
@@ -120,24 +120,102 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What each rank does to its module before it serves.
+    """What each rank does to its module before it serves, in the order of the attributes.
 
     Attributes:
-        extra: `extra(module) -> module`, run on each rank after the weights arrived and before
-            the split. Must be picklable; must do the same on every rank.
         threads: Torch threads of a rank on CPU. None: the node's cores over its ranks.
+        attention_backend: Name of a diffusers attention backend, as for
+            `model.set_attention_backend`.
+        quantize: A torchao config (`Int8WeightOnlyConfig()`) or diffusers' `TorchAoConfig`. The
+            ranks' weights are quantized; the local ones are not.
+        extra: `extra(module, rank_info) -> module`, run on each rank before the split; `rank_info`
+            is a `RankInfo`. Must be picklable; must do the same on every rank.
+        cache: A diffusers cache config, as for `model.enable_cache`; placed after the split. The
+            value of a `current_timestep_callback` is taken here, and travels with each call.
+        compile: Compile on each rank: True, or a mapping of options of `torch.compile`. A model
+            with repeated blocks has these compiled, any other is compiled as one.
+        compile_timeout_s: What a call may take longer while `compile` is on, in seconds.
+        warm_up: Keyword arguments of a call that every rank makes at the end of the start, so
+            that the first real call of this shape need not compile or check the split.
 
     Raises:
         ConfigError: An option of the wrong type.
+        UnsupportedError: A quantization that cannot be done to a module that is loaded already.
     """
 
-    extra: Callable[[nn.Module], nn.Module] | None = None
     threads: int | None = None
+    attention_backend: str | None = None
+    quantize: Any = None
+    extra: Callable[[nn.Module, Any], nn.Module] | None = None
+    cache: Any = None
+    compile: bool | Mapping[str, Any] = False
+    compile_timeout_s: float = 1800.0
+    warm_up: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.extra is not None and not callable(self.extra):
-            raise ConfigError(f"extra must be a function of the module, not {self.extra!r}")
         _check_count("threads", self.threads)
+        if self.attention_backend is not None:
+            _check_type("attention_backend", self.attention_backend, str)
+        if self.quantize is not None:
+            quantize_kind(self.quantize)
+        if self.extra is not None and not callable(self.extra):
+            raise ConfigError(
+                f"extra must be a function of the module and the rank's info, not {self.extra!r}"
+            )
+        if not isinstance(self.compile, (bool, Mapping)):
+            raise ConfigError(
+                f"compile must be True, False or a mapping of options of torch.compile, not "
+                f"{self.compile!r}"
+            )
+        _check_seconds("compile_timeout_s", self.compile_timeout_s)
+        if self.warm_up is not None and not isinstance(self.warm_up, Mapping):
+            raise ConfigError(
+                f"warm_up must be a mapping of keyword arguments, not {type(self.warm_up).__name__}"
+            )
+
+    @property
+    def extra_call_s(self) -> float:
+        """What a call may take longer than without this, in seconds."""
+        return self.compile_timeout_s if self.compiles else 0.0
+
+    @property
+    def compiles(self) -> bool:
+        """Whether anything is compiled; an empty mapping means that too."""
+        return self.compile is not False
+
+
+def quantize_kind(config: Any) -> str:
+    """What kind of quantization config this is: "torchao" or "diffusers" (its `TorchAoConfig`).
+
+    Raises:
+        ConfigError: None that is known.
+        UnsupportedError: One that only works while a checkpoint is loaded.
+    """
+    names = {f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(config).__mro__}
+    if "torchao.AOBaseConfig" in names:
+        return "torchao"
+    if "diffusers.TorchAoConfig" in names:
+        return "diffusers"
+    name = type(config).__name__
+    if "diffusers.QuantizationConfigMixin" in names:
+        reason = _AT_LOADING.get(name, "it works only while a checkpoint is loaded")
+        raise UnsupportedError(
+            f"quantize={name}: {reason}. Give a loader instead, which every rank runs: "
+            f"weights=lambda: Model.from_pretrained(..., quantization_config={name}(...)). Or use "
+            f"a torchao config, such as quantize=Int8WeightOnlyConfig()."
+        )
+    raise ConfigError(
+        f"quantize must be a torchao config, such as torchao.quantization.Int8WeightOnlyConfig(), "
+        f"or diffusers.TorchAoConfig, not {name}"
+    )
+
+
+_AT_LOADING = {
+    "BitsAndBytesConfig": "bitsandbytes replaces the layers while a checkpoint is read, and on a "
+    "GPU only",
+    "GGUFQuantizationConfig": "GGUF is the format of a file, whose weights are quantized already",
+    "QuantoConfig": "diffusers applies quanto while a checkpoint is read",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

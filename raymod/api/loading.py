@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raymod import weights as weight_sources
-from raymod.api.options import check_module, options
+from raymod.api.options import Options, check_module, check_prepare, options
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
 from raymod.gang import Gang, Tenant, Undecided
 from raymod.module import RemoteModule, make_stub
@@ -79,7 +79,9 @@ def from_pretrained(
     )
     degrees = asked.degrees(made.module)
     with made.offer as offer:
-        return _stub_of_skeleton(made.module, asked.start(offer, degrees, made.module))
+        check_prepare(made.module, asked.prepare)
+        started = asked.start(offer, degrees, made.module)
+        return _stub_of_skeleton(made.module, started, asked)
 
 
 def from_loader(
@@ -136,15 +138,16 @@ def from_loader(
     def decide(packed: weight_sources.Skeleton) -> Degrees:
         skeleton = weight_sources.unpack_skeleton(packed)
         check_module(skeleton)
+        check_prepare(skeleton, asked.prepare)
         skeletons.append(skeleton)
         return asked.degrees(skeleton)
 
     with weight_sources.offer_loader(function) as offer:
         started = asked.start(offer, Undecided(asked.world_size, decide))
-    return _stub_of_skeleton(skeletons[0], started)
+    return _stub_of_skeleton(skeletons[0], started, asked)
 
 
-def _stub_of_skeleton(skeleton: nn.Module, started: Gang | Tenant) -> RemoteModule:
+def _stub_of_skeleton(skeleton: nn.Module, started: Gang | Tenant, asked: Options) -> RemoteModule:
     try:
         return make_stub(
             skeleton,
@@ -153,6 +156,8 @@ def _stub_of_skeleton(skeleton: nn.Module, started: Gang | Tenant) -> RemoteModu
             device=torch.device("cpu"),
             freed=weight_sources.vacant(skeleton),
             from_local=False,
+            cache=asked.prepare.cache,
+            values=asked.values,
         )
     except BaseException:
         started.close()

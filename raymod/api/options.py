@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.util
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -10,13 +11,15 @@ import torch
 from torch import nn
 
 from raymod import plans
+from raymod.calls import pack
+from raymod.calls.values import DriverValues
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError, UnsupportedError
 from raymod.gang import Gang, Tenant, Undecided, default_world_size
 from raymod.module import RemoteModule
 from raymod.weights import Offer
 
-__all__ = ["Options", "check_module", "options"]
+__all__ = ["Options", "check_module", "check_prepare", "options"]
 
 _Config = TypeVar("_Config", ParallelConfig, PrepareConfig, GangConfig)
 
@@ -29,12 +32,14 @@ class Options:
         parallel: How the model is divided.
         prepare: What each rank does to it.
         gang: Where and how they run.
+        values: What only this process knows, and sends with each call.
         shared: The gang of another stub, to run on its ranks.
     """
 
     parallel: ParallelConfig
     prepare: PrepareConfig
     gang: GangConfig
+    values: DriverValues
     shared: Gang | None = None
 
     @cached_property
@@ -117,10 +122,13 @@ def options(
     config: Any = gang
     if isinstance(gang, RemoteModule):
         shared, config = _gang_of(gang), None
+    wanted = _instance("prepare", prepare, PrepareConfig)
+    values = DriverValues()
     return Options(
         _parallel(parallel, **shorthand),
-        _instance("prepare", prepare, PrepareConfig),
+        replace(wanted, cache=values.take(wanted.cache)),
         _instance("gang", config, GangConfig),
+        values,
         shared,
     )
 
@@ -155,6 +163,53 @@ def check_module(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(
             "a TorchScript module cannot be split; wrap the Python module it was made from."
+        )
+
+
+def check_prepare(module: nn.Module, prepare: PrepareConfig) -> None:
+    """Refuse what a module cannot be prepared with, before there are ranks.
+
+    Args:
+        module: The module, or a skeleton of it.
+        prepare: What was asked.
+
+    Raises:
+        ConfigError: It has no such thing, or a package is missing.
+    """
+    name = type(module).__name__
+    pack(prepare, what="prepare")  # what cannot travel says so here
+    if prepare.attention_backend is not None:
+        _check_backend(module, prepare.attention_backend)
+    if prepare.cache is not None:
+        kind = type(prepare.cache)
+        if not hasattr(module, "enable_cache"):
+            raise ConfigError(
+                f"cache={kind.__name__}: {name} has no enable_cache, so no step cache"
+            )
+        if not kind.__module__.startswith("diffusers.hooks."):
+            raise ConfigError(
+                f"cache must be one of diffusers' cache configs, such as "
+                f"diffusers.FirstBlockCacheConfig(threshold=0.1), not {kind.__name__}"
+            )
+    if prepare.quantize is not None:
+        if importlib.util.find_spec("torchao") is None:
+            raise ConfigError("quantize needs torchao: pip install torchao")
+        done = {type(p).__name__ for p in module.parameters() if "torchao" in type(p).__module__}
+        if done or getattr(module, "hf_quantizer", None) is not None:
+            raise ConfigError(f"quantize: the weights of this {name} are quantized already")
+
+
+def _check_backend(module: nn.Module, backend: str) -> None:
+    if not hasattr(module, "set_attention_backend"):
+        raise ConfigError(
+            f"attention_backend={backend!r}: {type(module).__name__} has no set_attention_backend"
+        )
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    names = [member.value for member in AttentionBackendName]
+    if backend not in names:
+        raise ConfigError(
+            f"attention_backend={backend!r} is none that diffusers has: {', '.join(sorted(names))}"
         )
 
 

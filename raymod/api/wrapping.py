@@ -10,7 +10,7 @@ from torch import nn
 
 from raymod import weights as weight_sources
 from raymod.api import offloading
-from raymod.api.options import Options, check_module, options
+from raymod.api.options import Options, check_module, check_prepare, options
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError
 from raymod.module import RemoteModule, make_stub, restore_local
@@ -87,6 +87,7 @@ def wrap(
     )
     module = place.module
     check_module(module)
+    check_prepare(module, asked.prepare)
     degrees = asked.degrees(module)
     put_back = offloading.detach(module)
     try:
@@ -121,6 +122,8 @@ def _wrapped_in_place(
             freed=freed,
             from_local=freed is None and weights in ("auto", "memory"),
             put_back=put_back,
+            cache=asked.prepare.cache,
+            values=asked.values,
         )
         place.put(stub)
     except BaseException:

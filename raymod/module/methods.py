@@ -160,7 +160,8 @@ def _enable_cache(self: Any, config: Any) -> None:
             f"disable_cache() first"
         )
     options = {"group": "cache", "local": False, "supersedes": True}
-    self._change("enable a cache", "enable_cache", config, options=options)
+    sent = self._open("enable a cache").sides.values.take(config)
+    self._change("enable a cache", "enable_cache", sent, options=options)
     self.__dict__["_cache_config"] = config
 
 

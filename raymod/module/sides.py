@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from raymod.calls.values import DriverValues
 from raymod.errors import GangError, GangFailedError, RankError
 from raymod.module import on_ranks
 from raymod.module.record import Record
@@ -68,6 +69,7 @@ class Sides:
         gang: Its ranks.
         record: What has changed since the ranks loaded it.
         freed: The driver's weights, where they were freed.
+        values: What only the driver knows, and sends with each call.
     """
 
     def __init__(
@@ -76,11 +78,13 @@ class Sides:
         gang: RanksProtocol,
         record: Record,
         freed: LocalWeights | None = None,
+        values: DriverValues | None = None,
     ) -> None:
         self.original = original
         self.gang = gang
         self.record = record
         self.freed = freed
+        self.values = values or DriverValues()
         self._watch: Watch | None = None
         self._config = config_of(original)
         self._began_adapted = _is_adapted(original)
@@ -92,7 +96,7 @@ class Sides:
         """One call of the ranks' module; waits for a change that another thread makes."""
         with self._in_turn():
             self._follow()
-            return self.gang.call(args, kwargs, contexts)
+            return self.gang.call(args, kwargs, (*self.values.contexts(), *contexts))
 
     def fetch(self) -> dict[str, torch.Tensor]:
         """All weights of rank 0, by name."""

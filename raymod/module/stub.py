@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from raymod.calls.values import DriverValues
 from raymod.errors import ConfigError, RaymodError, StubClosedError, UnsupportedError, WeightsError
 from raymod.module.adapters import AdapterReport
 from raymod.module.methods import stub_class
@@ -353,6 +354,8 @@ def make_stub(
     freed: LocalWeights | None = None,
     from_local: bool = True,
     put_back: Callable[[], None] = lambda: None,
+    cache: Any = None,
+    values: DriverValues | None = None,
 ) -> RemoteModule:
     """A stub for `original`; nothing is set on `original` itself.
 
@@ -365,6 +368,8 @@ def make_stub(
         from_local: Whether ranks that are started anew would load `original` as it stands then;
             see `Record`.
         put_back: Called when `original` is itself again: puts its offloading back on.
+        cache: The config of the step cache that the ranks were prepared with.
+        values: What only the driver knows, and sends with each call.
     """
     kind: Any = type(original)
     cls: Any = stub_class(kind, RemoteModule)
@@ -373,12 +378,14 @@ def make_stub(
     shared = _shared(original)
     stub.__dict__.update(shared)
     stub.__dict__["_raymod"] = _State(
-        sides=Sides(original, gang, Record(from_local=from_local), freed),
+        sides=Sides(original, gang, Record(from_local=from_local), freed, values),
         report=report,
         device=device,
         shared=frozenset(shared),
         put_back=put_back,
     )
+    if cache is not None:
+        stub.__dict__["_cache_config"] = cache
     return stub
 
 

@@ -99,6 +99,24 @@ class Mesh:
         result: list[float] = mine.tolist()
         return result
 
+    def total(self, values: list[float], *, limit_s: float) -> list[float]:
+        """The sum of each of `values` over all ranks, the same to the last bit on each.
+
+        Args:
+            values: As many on each rank.
+            limit_s: How long to wait for the other ranks, in seconds.
+
+        Raises:
+            TimeoutError: They did not come.
+        """
+        if self._control is None:
+            return values
+        mine = torch.tensor(values, dtype=torch.float64)
+        every = torch.empty(self.world_size * len(values), dtype=torch.float64)
+        self._all_gather(every, mine, limit_s)
+        result: list[float] = every.view(self.world_size, len(values)).sum(0).tolist()
+        return result
+
     def said(self, mine: Any, *, limit_s: float) -> list[Any]:
         """What each rank says, in rank order; picklable.
 
@@ -131,5 +149,5 @@ class Mesh:
             work.wait(timedelta(seconds=limit_s))
         except RuntimeError as error:
             raise TimeoutError(
-                f"rank {self.rank} waited {limit_s:.0f} s for the other ranks to judge a split"
+                f"rank {self.rank} waited {limit_s:.0f} s for the other ranks to decide with them"
             ) from error

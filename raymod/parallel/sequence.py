@@ -20,6 +20,10 @@ MAX_SCHEDULES = 64
 MAX_DIMS = 8
 
 
+# What each rank said, by the parts that have run before and the place in the order since.
+_Schedule = dict[tuple[int, int], list[tuple[int, ...]]]
+
+
 class TooFewTokensError(SplitError):
     """A tensor has fewer tokens than there are ranks to divide them over."""
 
@@ -50,8 +54,9 @@ class SequenceContext:
         self.hooks = 0
         self.attentions = 0
         self.undo: list[Callable[[], None]] = []
-        self._schedules: OrderedDict[Hashable, list[list[tuple[int, ...]]]] = OrderedDict()
-        self._schedule: list[list[tuple[int, ...]]] = []
+        self._schedules: OrderedDict[Hashable, _Schedule] = OrderedDict()
+        self._schedule: _Schedule = {}
+        self._path = 0
         self._step = 0
 
     @contextmanager
@@ -61,8 +66,8 @@ class SequenceContext:
         Args:
             key: Equal for calls of equal shapes, and the same on all ranks of the group.
         """
-        self._schedule = self._schedules.pop(key, [])
-        self._step = 0
+        self._schedule = self._schedules.pop(key, {})
+        self._path = self._step = 0
         self.cuts = set()
         self.active = True
         try:
@@ -86,8 +91,8 @@ class SequenceContext:
         """
         step = self._step
         self._step += 1
-        if step < len(self._schedule):
-            row = self._schedule[step]
+        row = self._schedule.get((self._path, step))
+        if row is not None:
             if row[self.rank] != tuple(mine):
                 raise SplitError(
                     f"exchange number {step} of this call has sizes {tuple(mine)} and had "
@@ -96,8 +101,16 @@ class SequenceContext:
                 )
             return row
         row = gather_numbers(mine, self.group, self.device)
-        self._schedule.append(row)
+        self._schedule[self._path, step] = row
         return row
+
+    def note(self, part: int) -> None:
+        """A part of the module runs that step caches may skip; the same on all ranks.
+
+        What is exchanged then is looked up by the parts that have run so far in this call.
+        """
+        self._path = hash((self._path, part))
+        self._step = 0
 
     def cut(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         """This rank's tokens of `tensor`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from raymod.calls.joining import Join, guess_join
 from raymod.errors import SplitError
 from raymod.parallel.batch import Call, batch_size, candidates
+from raymod.parallel.caches import Caches
 from raymod.parallel.judge import Judge, Trial
 from raymod.parallel.kinds import kind_of, sizes_of
 from raymod.parallel.mesh import Mesh
@@ -75,6 +77,7 @@ class Splitter:
         self.mesh = mesh
         self._name = type(module).__name__
         self._runner = Runner(module, mesh, context)
+        self._caches = Caches(module, mesh, context)
         self._parameters = list(inspect.signature(module.forward).parameters)
         self._has_sequence = context is not None
         self._asked = asked
@@ -93,30 +96,49 @@ class Splitter:
         """
         call: Call = (tuple(args), dict(kwargs))
         self._calls += 1
-        with torch.no_grad():
-            if self.mesh.world_size == 1:
-                return self._share(call, WHOLE, None)
-            kind = self._kind(call)
-            here = (kind, sizes_of(call))
-            way = self._ways.get(here) or self._ways.get(kind) or self._usual(call)
-            try:
-                if way is not None:
-                    return self._share(call, way, here)
-                return self._first(call, kind, here, sequence=self._has_sequence)
-            except TooFewTokensError as error:
-                if self._asked:
-                    raise
-                return self._first(call, here, here, sequence=False, why=str(error))
+        try:
+            with torch.no_grad():
+                return self._run(call)
+        except BaseException:
+            self.reset_caches()  # a step by half must not be built upon
+            raise
 
     def forget(self) -> None:
         """Check the next call of each kind again; for when the module has changed."""
         self._ways.clear()
         self._families.clear()
+        self._caches.find()
+
+    def reset_caches(self) -> None:
+        """Forget what step caches hold."""
+        self._caches.reset()
+
+    def _run(self, call: Call) -> Share:
+        if self.mesh.world_size == 1:
+            return self._share(call, WHOLE, None)
+        kind = self._kind(call)
+        here = (kind, sizes_of(call))
+        way = self._ways.get(here) or self._ways.get(kind) or self._usual(call)
+        try:
+            if way is not None and self._allowed(call, way.groups):
+                return self._share(call, way, here)
+            return self._first(call, here if way else kind, here, sequence=self._has_sequence)
+        except TooFewTokensError as error:
+            if self._asked:
+                raise
+            return self._first(call, here, here, sequence=False, why=str(error))
+
+    def _allowed(self, call: Call, groups: int) -> bool:
+        """Whether step caches let the batch be divided into so many groups."""
+        return groups == 1 or not self._caches.batch_limit(batch_size(call), groups)
 
     def _share(self, call: Call, way: Way, here: Hashable) -> Share:
         part = self._runner.part(call, way)
         idle = part is not None and part.own == 0
-        output = None if idle else self._runner.run(call, way, seed=self._calls, key=here)
+        self._caches.expect(way, _main_shape(call))
+        phase = self._caches.phase
+        key = (here, phase) if phase else here
+        output = None if idle else self._runner.run(call, way, seed=self._calls, key=key)
         return self._made(call, way, output)
 
     def _made(self, call: Call, way: Way, output: Any, texts: tuple[str, ...] = ()) -> Share:
@@ -158,24 +180,42 @@ class Splitter:
             self._ways[key] = way
             share = self._share(call, way, here)
             return replace(share, warnings=self._news(tuple(texts)) + share.warnings)
-        trial = self._choose(call, ways, here, texts)
+        with self._plain():
+            trial = self._choose(call, ways, here, texts)
         if trial.is_final:
             self._ways[key] = trial.way
             self._families.setdefault(self._kind(call, values=False), []).append(trial.way)
-        return self._made(call, trial.way, trial.output, tuple(texts))
+        if not self._caches.hooks and not self._is_compiled():
+            return self._made(call, trial.way, trial.output, tuple(texts))
+        share = self._share(call, trial.way, here)
+        return replace(share, warnings=self._news(tuple(texts)) + share.warnings)
+
+    @contextmanager
+    def _plain(self) -> Iterator[None]:
+        """The model itself: step caches notice nothing, and nothing is compiled."""
+        with self._caches.off():
+            if not self._is_compiled():
+                yield
+                return
+            with torch.compiler.set_stance("force_eager"):
+                yield
+
+    def _is_compiled(self) -> bool:
+        return any(part._compiled_call_impl is not None for part in self.module.modules())
 
     def _wanted(self, call: Call, sequence: bool) -> Iterator[Way]:
         """The ways to try, best first; after the last one comes the whole model."""
-        divisible = batch_size(call) > 1
+        most = self.mesh.degrees.batch_degree if self._asked else self.mesh.world_size
+        divisible = batch_size(call) > 1 and self._allowed(call, most)
         if self._asked:
-            groups = self.mesh.degrees.batch_degree if divisible else 1
+            groups = most if divisible else 1
             if sequence or groups > 1:
                 yield Way(sequence=sequence, groups=groups)
             return
         if sequence:
             yield Way(sequence=True, groups=1)
         if divisible:
-            yield Way(sequence=False, groups=self.mesh.world_size)
+            yield Way(sequence=False, groups=most)
 
     def _choose(self, call: Call, ways: list[Way], here: Hashable, texts: list[str]) -> Trial:
         """The first of `ways` that reproduces the model; says in `texts` what does not."""
@@ -220,6 +260,11 @@ class Splitter:
     def _not_divided(self, call: Call, sequence: bool) -> Iterator[str]:
         """What is known beforehand not to be split, in words."""
         degrees = self.mesh.degrees
+        most = degrees.batch_degree if self._asked else self.mesh.world_size
+        limit = self._caches.batch_limit(batch_size(call), most)
+        if limit and most > 1 and (self._asked or not sequence):
+            yield f"{self._name}: {limit}"
+            return
         if batch_size(call) > 1 or (not self._asked and sequence):
             return
         if degrees.batch_degree > 1 and self._asked:
@@ -245,3 +290,10 @@ class Splitter:
             f"Use {other}, or workers={self.mesh.world_size} alone, which takes only a split that "
             f"is exact."
         )
+
+
+def _main_shape(call: Call) -> Any:
+    """The shape of a call's first tensor, which diffusers models name `hidden_states`."""
+    main = call[1].get("hidden_states")
+    values = (main, *call[0], *call[1].values())
+    return next((value.shape for value in values if isinstance(value, torch.Tensor)), None)

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from raymod import weights
 from raymod.calls import describe, pack, unpack
 from raymod.calls.joining import Join
+from raymod.calls.values import CONTEXT, arrived
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError, RankFailure
 from raymod.prepare import PrepareReport, SplitModule, prepare
@@ -163,6 +164,10 @@ class Worker:
         )
         for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
+        return self.info()
+
+    def info(self) -> RankInfo:
+        """Who and where this rank is."""
         return RankInfo(
             rank=self.rank,
             node_id=self._node_id,
@@ -249,7 +254,12 @@ class Worker:
         if self.module is None:
             raise ConfigError("nothing is loaded: call load first")
         self._split = prepare(
-            self.module, degrees=degrees, parallel=parallel, prepare=config, device=self.device
+            self.module,
+            degrees=degrees,
+            parallel=parallel,
+            prepare=config,
+            device=self.device,
+            rank_info=self.info(),
         )
         self.module = self._split.module
         return self._split.report
@@ -367,6 +377,9 @@ class Worker:
         """In the cache contexts that the driver's call was made in."""
         with ExitStack() as stack:
             for name, fields in contexts:
+                if name == CONTEXT:
+                    arrived(fields)
+                    continue
                 stack.enter_context(cast("Any", self.module).cache_context(name, **fields))
             yield
 

@@ -12,13 +12,13 @@ from tests.parallel import cases, plain
 from tests.parallel.test_sequence import World
 
 
-def widen(module: nn.Module) -> nn.Module:
+def widen(module: nn.Module, info: object) -> nn.Module:
     module.out = nn.Linear(8, 8)
     return module
 
 
-def forget_to_return(module: nn.Module) -> None:
-    widen(module)
+def forget_to_return(module: nn.Module, info: object) -> None:
+    widen(module, info)
 
 
 @pytest.mark.parametrize("size", [2, 4])

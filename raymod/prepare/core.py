@@ -1,14 +1,16 @@
-"""What a rank does to its module before it serves, always in the same order.
+"""The fixed order in which a rank's module is prepared.
 
-Threads, the user's own step, the device, the split. The order matters: the user's step may replace
-layers, and the split looks for the ones that are there in the end.
+Threads, device, attention backend, quantize, the user's own step, split, cache, compile, warm up.
+Adapters are in the weights by then. The order matters: the split looks for the layers that are
+there in the end, a cache must see what the split leaves to this rank, and what is compiled must
+not change any more.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from raymod.errors import ConfigError
 from raymod.machine import available_cores
 from raymod.parallel import Mesh, SequenceContext, Share, Splitter, apply_context, place, remove
 from raymod.plans import by_batch_only, sequence_plan
+from raymod.prepare.compiling import compile_module, forget_compiled
+from raymod.prepare.quantize import quantize
 
 __all__ = ["PrepareReport", "Share", "SplitModule", "prepare"]
 
@@ -76,6 +80,10 @@ class SplitModule:
         """
         return self._splitter(args, kwargs)
 
+    def reset_caches(self) -> None:
+        """Forget what step caches hold."""
+        self._splitter.reset_caches()
+
     @contextmanager
     def unsplit(self) -> Iterator[nn.Module]:
         """The module without cuts and gathers, for what changes it; they are placed anew after.
@@ -95,6 +103,7 @@ class SplitModule:
 
     def _split_again(self) -> None:
         self._splitter.forget()
+        forget_compiled(self.module)
         if self._context is not None:
             plan = sequence_plan(self.module)
             assert plan is not None  # it had one when the context was made
@@ -108,6 +117,7 @@ def prepare(
     parallel: ParallelConfig,
     prepare: PrepareConfig,
     device: torch.device,
+    rank_info: Any = None,
 ) -> SplitModule:
     """Make a rank's module ready; every rank must do so at the same time.
 
@@ -117,38 +127,81 @@ def prepare(
         parallel: What the user asked for: whether degrees were named, whether to check.
         prepare: The options of this step.
         device: Where the rank computes.
+        rank_info: What `prepare.extra` is given beside the module.
 
     Raises:
-        ConfigError: The module cannot be split this way, or `prepare.extra` did not return a
-            module.
+        ConfigError: The module cannot be split this way, or cannot do what `prepare` asks.
     """
     mesh = Mesh(degrees, device)
     threads = _set_threads(prepare.threads, mesh)
-    if prepare.extra is not None:
-        module = _changed(module, prepare)
     module = module.to(device)
+    done: list[str] = []
+    if prepare.attention_backend is not None:
+        _set_backend(module, prepare.attention_backend)
+        done.append(f"attention by {prepare.attention_backend}")
+    if prepare.quantize is not None:
+        count = quantize(module, prepare.quantize)
+        done.append(f"{count} weights quantized by {type(prepare.quantize).__name__}")
+    if prepare.extra is not None:
+        module = _changed(module, prepare, rank_info).to(device)
     context = _split(module, mesh)
+    if prepare.cache is not None:
+        _enable_cache(module, prepare.cache)
+        done.append(f"cached by {type(prepare.cache).__name__}")
+    if prepare.compiles:
+        done.append(
+            compile_module(module, prepare.compile, rank=mesh.rank if mesh.world_size > 1 else None)
+        )
     splitter = Splitter(module, mesh, context, asked=parallel.has_degrees, verify=parallel.verify)
     report = PrepareReport(
         degrees=degrees,
-        split=_words(degrees, context),
+        split="; ".join([_words(degrees, context), *done]),
         hooks=context.hooks if context else 0,
         attentions=context.attentions if context else 0,
         threads=threads,
         warnings=tuple(_warnings(module, degrees, parallel)),
     )
-    return SplitModule(module, splitter, report, context)
+    ready = SplitModule(module, splitter, report, context)
+    if prepare.warm_up is not None:
+        _warm_up(ready, prepare.warm_up)
+    return ready
 
 
-def _changed(module: nn.Module, prepare: PrepareConfig) -> nn.Module:
+def _changed(module: nn.Module, prepare: PrepareConfig, rank_info: Any) -> nn.Module:
     assert prepare.extra is not None
-    changed = prepare.extra(module)
+    changed = prepare.extra(module, rank_info)
     if not isinstance(changed, nn.Module):
         raise ConfigError(
             f"prepare.extra must return the module, not {type(changed).__name__}; "
             f"does it lack a return?"
         )
     return changed
+
+
+def _set_backend(module: nn.Module, name: str) -> None:
+    setter: Any = getattr(module, "set_attention_backend", None)
+    if setter is None:
+        raise ConfigError(
+            f"attention_backend={name!r}: {type(module).__name__} has no set_attention_backend"
+        )
+    setter(name)
+
+
+def _enable_cache(module: nn.Module, config: Any) -> None:
+    enable: Any = getattr(module, "enable_cache", None)
+    if enable is None:
+        raise ConfigError(
+            f"cache={type(config).__name__}: {type(module).__name__} has no enable_cache"
+        )
+    enable(config)
+
+
+def _warm_up(ready: SplitModule, arguments: Mapping[str, Any]) -> None:
+    """One call whose output nobody sees, and of which step caches keep nothing."""
+    context: Any = getattr(ready.module, "cache_context", None)
+    with nullcontext() if context is None else context("warm up"):
+        ready((), dict(arguments))
+        ready.reset_caches()
 
 
 def _split(module: nn.Module, mesh: Mesh) -> SequenceContext | None:
