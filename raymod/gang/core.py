@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raymod.calls import Packed, pack, unpack
@@ -122,12 +122,14 @@ class Gang:
             StartTimeoutError: They were not ready within `config.start_timeout_s`.
             GangStartError: They did not become ready; the cause is what stood in the way.
         """
-        config = config or GangConfig()
+        config, prepare = config or GangConfig(), prepare or PrepareConfig()
+        limit_s = config.call_timeout_s + prepare.extra_call_s
+        config = replace(config, call_timeout_s=limit_s)
         asked = Asked(
             config=config,
             degrees=degrees,
             parallel=parallel or ParallelConfig(),
-            prepare=prepare or PrepareConfig(),
+            prepare=prepare,
             transport=transport or RayTransport(timeout_s=config.call_timeout_s),
         )
         warner = Warner()
@@ -204,7 +206,7 @@ class Gang:
             sent = lines.send(packed)
             replies = self._exchange(
                 lambda member: lines.ask(member, "forward", sent),
-                self._asked.call_timeout_s,
+                self._asked.config.call_timeout_s,
             )
             received = self._received(replies)
             asked = self._asked_at
@@ -255,7 +257,7 @@ class Gang:
             raise ConfigError(f"a rank has no method {method!r}; give a function of the worker")
         if reply_rank is not None and not 0 <= reply_rank < self.world_size:
             raise ConfigError(f"reply_rank={reply_rank}: there are {self.world_size} ranks")
-        limit_s = self._asked.call_timeout_s if timeout_s is None else timeout_s
+        limit_s = self._asked.config.call_timeout_s if timeout_s is None else timeout_s
         lines = self._existing.lines
         packed = pack((method, args, kwargs), what="argument", as_it_is=True)
         with self._my_turn():
@@ -363,7 +365,7 @@ class Gang:
         """Wait for what the ranks are still doing for a call that was interrupted."""
         if not self._flight:
             return
-        began, limit_s = time.monotonic(), self._asked.call_timeout_s
+        began, limit_s = time.monotonic(), self._asked.config.call_timeout_s
         is_said = False
 
         def look() -> None:

@@ -85,11 +85,6 @@ class Asked:
         """Number of ranks."""
         return self.degrees.world_size
 
-    @property
-    def call_timeout_s(self) -> float:
-        """Limit for one call in seconds, with time to compile where that is asked."""
-        return self.config.call_timeout_s + self.prepare.extra_call_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class Existing:
@@ -304,7 +299,7 @@ class _Start:
                 port,
                 own_address=LOOPBACK if one_node else member.spot.node_address,
                 timeout_s=self._left(),
-                limit_s=self.asked.call_timeout_s + _COLLECTIVE_MARGIN_S,
+                limit_s=self.config.call_timeout_s + _COLLECTIVE_MARGIN_S,
             )
             for member in members
         }
