@@ -1,0 +1,139 @@
+"""Compiled and quantized ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raymod.config import Degrees, ParallelConfig, PrepareConfig
+from raymod.errors import ConfigError, UnsupportedError
+from raymod.prepare import prepare
+from tests import models
+from tests.parallel.test_sequence import World
+
+
+def run(degrees: dict[str, int], backend: str, cache: bool = False) -> dict[str, Any]:
+    """Four calls to a compiled module on a rank; the largest difference, and what was compiled."""
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    module, make_inputs = models.flux()
+    local = copy.deepcopy(module)
+    ready = prepare(
+        module,
+        degrees=Degrees(**degrees),
+        parallel=ParallelConfig(**degrees),
+        prepare=PrepareConfig(threads=1, compile={"backend": backend}),
+        device=torch.device("cpu"),
+    )
+    worst, graphs = 0.0, []
+    for seed in range(4):
+        call = make_inputs(2, seed=seed)
+        with torch.no_grad():
+            whole = local(**call)[0]
+        share = ready((), call)
+        graphs.append(counters["stats"]["unique_graphs"])
+        if share.replies and share.join is None:
+            worst = max(worst, float((share.output[0] - whole).abs().max()))
+    return {"worst": worst, "graphs": graphs, "split": ready.report.split}
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+def test_compiled_and_split(ranks: World, backend: str) -> None:
+    for seen in ranks(2)(run, {"ulysses_degree": 2}, backend):
+        assert seen["worst"] <= 1e-5
+        assert seen["graphs"][0] >= 1
+        assert len(set(seen["graphs"][1:])) == 1  # nothing is compiled from step to step
+        assert f"3 blocks compiled by {backend}" in seen["split"]
+
+
+def steps(module: nn.Module, info: Any) -> nn.Module:
+    assert info == "the rank"
+    assert module.marks == ["backend"]
+    module.marks.append("extra")
+    return module
+
+
+class Marked(nn.Linear):
+    """Notes in what order it is prepared."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.marks: list[str] = []
+
+    def set_attention_backend(self, name: str) -> None:
+        self.marks.append("backend")
+
+    def enable_cache(self, config: Any) -> None:
+        self.marks.append("cache")
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        self.marks.append("compile")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.marks.append("warm up")
+        return super().forward(x)
+
+
+def test_the_order() -> None:
+    module = Marked()
+    prepare(
+        module,
+        degrees=Degrees(),
+        parallel=ParallelConfig(workers=1),
+        prepare=PrepareConfig(
+            threads=1,
+            attention_backend="native",
+            extra=steps,
+            cache=object(),
+            compile=True,
+            warm_up={"x": torch.ones(1, 4)},
+        ),
+        device=torch.device("cpu"),
+        rank_info="the rank",
+    )
+    assert module.marks == ["backend", "extra", "cache", "compile", "warm up"]
+
+
+def test_quantization_while_loading_is_refused() -> None:
+    import diffusers
+
+    config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="GGUF is the format of a file"):
+        PrepareConfig(quantize=config)
+    with pytest.raises(ConfigError, match="must be a torchao config"):
+        PrepareConfig(quantize="int8")
+
+
+def test_quantized_and_split(ranks: World) -> None:
+    pytest.importorskip("torchao")
+    for change in ranks(2)(quantized, {"ulysses_degree": 2}):
+        assert 0 < change < 0.1
+
+
+def quantized(degrees: dict[str, int]) -> float:
+    """How far a quantized, split module is from the local one; equals the quantized local one."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    module, make_inputs = models.flux()
+    local = copy.deepcopy(module)
+    alike = copy.deepcopy(module)
+    quantize_(alike, Int8WeightOnlyConfig())
+    ready = prepare(
+        module,
+        degrees=Degrees(**degrees),
+        parallel=ParallelConfig(**degrees),
+        prepare=PrepareConfig(threads=1, quantize=Int8WeightOnlyConfig()),
+        device=torch.device("cpu"),
+    )
+    call = make_inputs()
+    with torch.no_grad():
+        plain, same = local(**call)[0], alike(**call)[0]
+    output = ready((), call).output
+    if output is not None:
+        assert float((output[0] - same).abs().max()) <= 1e-5 * float(same.abs().max())
+    return float((plain - same).abs().max() / plain.abs().max())
