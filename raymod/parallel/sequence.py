@@ -104,6 +104,10 @@ class SequenceContext:
         self._schedule[self._path, step] = row
         return row
 
+    def forget(self) -> None:
+        """Exchange the numbers anew; for when the module has changed, on all ranks."""
+        self._schedules.clear()
+
     def note(self, part: int) -> None:
         """A part of the module runs that step caches may skip; the same on all ranks.
 

@@ -108,6 +108,8 @@ class Splitter:
         self._ways.clear()
         self._families.clear()
         self._caches.find()
+        if self._runner.context is not None:
+            self._runner.context.forget()
 
     def reset_caches(self) -> None:
         """Forget what step caches hold."""
@@ -136,8 +138,8 @@ class Splitter:
         part = self._runner.part(call, way)
         idle = part is not None and part.own == 0
         self._caches.expect(way, _main_shape(call))
-        phase = self._caches.phase
-        key = (here, phase) if phase else here
+        # apart from the check, which the caches have no part in
+        key = (here, self._caches.phase) if self._caches.hooks else here
         output = None if idle else self._runner.run(call, way, seed=self._calls, key=key)
         return self._made(call, way, output)
 
