@@ -6,6 +6,7 @@ import atexit
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,8 @@ def _set_up() -> str:
     # Ranks find the tests' own modules, wherever pytest was called from.
     paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return folder
 
 
