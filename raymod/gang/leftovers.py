@@ -16,7 +16,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Watcher", "end_processes"]
+__all__ = ["MARK", "Watcher", "end_processes"]
+
+# In the environment of what a Ray starts: some of its processes give themselves another title.
+MARK = "RAYMOD_RAY_FOLDER"
 
 _LOOK_S = 1.0
 _GRACE_S = 5.0  # for Ray's own processes, which end by themselves
@@ -27,7 +30,8 @@ class Watcher:
     """Removes a folder once this process is gone, however it went, or `remove` is called.
 
     Args:
-        folder: Where a Ray keeps its files; its processes have it in their command lines.
+        folder: Where a Ray keeps its files; its processes have it in their command lines, or under
+            `MARK` in their environment.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +65,7 @@ class Watcher:
 
 
 def end_processes(folder: Path) -> bool:
-    """Kill the processes that have a folder in their command lines; whether there were any."""
+    """Kill the processes that name a folder, as `Watcher` says; whether there were any."""
     found = _processes(folder)
     for pid in found:
         with suppress(OSError):
@@ -73,10 +77,16 @@ def _processes(folder: Path) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            own = int(process.name) == os.getpid()
-            if not own and bytes(folder) in (process / "cmdline").read_bytes():
+            if int(process.name) != os.getpid() and _names(process, bytes(folder)):
                 found.append(int(process.name))
     return found
+
+
+def _names(process: Path, folder: bytes) -> bool:
+    if folder in (process / "cmdline").read_bytes():
+        return True
+    variable = MARK.encode() + b"=" + folder
+    return variable in (process / "environ").read_bytes().split(b"\0")
 
 
 def _wait_for_the_end(driver: int) -> None:

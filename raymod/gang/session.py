@@ -21,7 +21,7 @@ from raymod.config import GangConfig
 from raymod.errors import ConfigError, GangStartError, UnsupportedError
 from raymod.gang import token
 from raymod.gang.interrupts import interrupt_deferred
-from raymod.gang.leftovers import Watcher, end_processes
+from raymod.gang.leftovers import MARK, Watcher, end_processes
 
 __all__ = ["Session", "attach", "cluster_gpus", "release"]
 
@@ -217,7 +217,8 @@ def _start(config: GangConfig) -> _Owned:
     }
     logger.info("starting a local Ray")
     try:
-        with _loopback(options["_node_ip_address"] == LOOPBACK), interrupt_deferred():
+        loopback = _loopback(options["_node_ip_address"] == LOOPBACK)
+        with loopback, _marked(folder), interrupt_deferred():
             _init(options, folder)
         return _Owned(_describe(folder), watcher, put_back)
     except BaseException as error:
@@ -291,6 +292,19 @@ def _loopback(wanted: bool) -> Iterator[None]:
             if before[0] is not None:
                 os.environ[name] = before[0]
             ray_constants.ENABLE_RAY_CLUSTER = before[1]
+
+
+@contextmanager
+def _marked(folder: Path) -> Iterator[None]:
+    """Mark what is started meanwhile as belonging to the Ray of a folder."""
+    before = os.environ.get(MARK)
+    os.environ[MARK] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[MARK]
+        if before is not None:
+            os.environ[MARK] = before
 
 
 def _refuse_client() -> None:

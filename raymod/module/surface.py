@@ -38,7 +38,7 @@ class Mirrored:
 
 _UNWRAP = "raymod.unwrap the component, change it, and wrap it again"
 _DEQUANTIZE = "quantize in raymod.PrepareConfig instead, or call it before raymod.wrap"
-_COMPILE = "compiling on the ranks is not available yet; leave it out, the result is the same"
+_COMPILE = "wrap it with prepare=raymod.PrepareConfig(compile=True) instead"
 _TRAINING = "raymod runs inference only; unwrap the component to train it"
 
 REFUSED: dict[str, str] = {
@@ -52,6 +52,7 @@ REFUSED: dict[str, str] = {
     "mtia": "use .to(device) instead",
     "set_extra_state": _UNWRAP,
     "share_memory": _UNWRAP,
+    "smart_apply": _UNWRAP,  # transformers gives it to every module, once it has made a model
     "to_empty": _UNWRAP,
     "type": "use .to(dtype) instead",
 }

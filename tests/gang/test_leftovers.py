@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from raymod.gang.leftovers import Watcher, end_processes
+from raymod.gang.leftovers import MARK, Watcher, end_processes
 from tests.gang.helpers import is_running, wait_for
 
 
@@ -43,6 +43,23 @@ def test_only_what_names_the_folder_is_ended(tmp_path: Path) -> None:
         assert mine.wait(10) == -9
         assert others.poll() is None
         assert not end_processes(folder)
+    finally:
+        others.kill()
+        others.wait()
+        mine.kill()
+        mine.wait()
+
+
+def test_what_gave_itself_another_title_is_ended_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    folders = (tmp_path / "one", tmp_path / "one-more")
+    mine, others = (
+        subprocess.Popen(command, env={**os.environ, MARK: str(folder)}) for folder in folders
+    )
+    try:
+        assert wait_for(lambda: end_processes(folders[0]))
+        assert mine.wait(10) == -9
+        assert others.poll() is None
     finally:
         others.kill()
         others.wait()

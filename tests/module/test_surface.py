@@ -42,6 +42,8 @@ BASES = (
 )
 # What torch declares on the class and nobody calls.
 DATA = {"T_destination", "call_super_init", "dump_patches"}
+# What transformers gives to every module once it has made a model in this process.
+GIVEN = {"smart_apply"}
 
 
 def model_classes() -> list[type]:
@@ -101,7 +103,7 @@ def test_a_new_method_would_be_noticed() -> None:
 def test_the_table_has_no_method_twice_and_nothing_unknown() -> None:
     known = {name for kind in model_classes() for name in dir(kind)}
     assert len(set().union(*TABLES)) == sum(map(len, TABLES))
-    assert set().union(*TABLES) - known == set()
+    assert set().union(*TABLES) - known <= GIVEN
 
 
 @pytest.fixture(scope="module")
