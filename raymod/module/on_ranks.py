@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,7 @@ def attempt(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     returns: bool = False,
+    random: torch.Tensor | None = None,
 ) -> Outcome:
     """Change the rank's module, so that it can be taken back until `settle`.
 
@@ -73,12 +75,15 @@ def attempt(
         args: Its arguments.
         kwargs: Its arguments.
         returns: Whether to send back what it returns.
+        random: The state of the driver's generator that new weights are drawn from, uint8[n]: they
+            must be the same everywhere.
     """
     worker.undo = None
     try:
         with worker.unsplit() as module:
             worker.undo = Snapshot(module, overwritten(module, method, args, kwargs))
-            value = call(module, method, args, kwargs)
+            with _drawing_from(random):
+                value = call(module, method, args, kwargs)
     except Exception as error:
         failure = RankFailure.of(error, rank=worker.rank, node=worker.node)
         return Outcome(failure=failure, whole=settle(worker, keep=False))
@@ -107,10 +112,22 @@ def make(
     method: str | Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    random: torch.Tensor | None = None,
 ) -> None:
     """Change the rank's module for good; for a gang that is not in use yet."""
-    with worker.unsplit() as module:
+    with worker.unsplit() as module, _drawing_from(random):
         call(module, method, args, kwargs)
+
+
+@contextmanager
+def _drawing_from(random: torch.Tensor | None) -> Iterator[None]:
+    if random is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(int.from_bytes(bytes(random[:7].tolist()), "little"))  # of all devices
+        torch.set_rng_state(random)
+        yield
 
 
 def run(worker: Any, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

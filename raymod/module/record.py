@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from raymod.calls import Packed, pack, unpack
 from raymod.module import on_ranks
 
@@ -27,6 +29,7 @@ class Entry:
         packed: Its arguments, `(args, kwargs)`.
         local: Whether the driver's module has made it too.
         supersedes: Whether earlier ones of its group no longer mattered.
+        random: The state of the generator that it drew from, uint8[n].
     """
 
     method: str | Callable[..., Any]
@@ -34,6 +37,7 @@ class Entry:
     packed: Packed
     local: bool
     supersedes: bool
+    random: torch.Tensor | None = None
 
 
 class Record:
@@ -66,6 +70,7 @@ class Record:
         group: str = "",
         local: bool = True,
         supersedes: bool = False,
+        random: torch.Tensor | None = None,
     ) -> None:
         """Enter a change that all ranks have made.
 
@@ -77,6 +82,7 @@ class Record:
             local: As in `Entry`.
             supersedes: Whether the earlier changes of its group no longer matter. It is entered
                 nevertheless, and is harmless on a module that never saw them.
+            random: As in `Entry`.
         """
         if local and self.from_local:
             return
@@ -85,7 +91,7 @@ class Record:
         with self._lock:
             if supersedes:
                 self._drop(group)
-            self._entries.append(Entry(method, group, packed, local, supersedes))
+            self._entries.append(Entry(method, group, packed, local, supersedes, random))
 
     def forget_adapters(self) -> None:
         """Forget adapters that are gone, if they have left no trace: they hold many bytes.
@@ -109,7 +115,7 @@ class Record:
         """
         for entry in self.entries:
             args, kwargs = unpack(entry.packed)
-            gang.call_all(on_ranks.make, entry.method, args, kwargs)
+            gang.call_all(on_ranks.make, entry.method, args, kwargs, random=entry.random)
 
     def _drop(self, group: str) -> None:
         self._entries = [entry for entry in self._entries if entry.group != group]

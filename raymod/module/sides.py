@@ -147,10 +147,23 @@ class Sides:
         kwargs = kwargs or {}
         with self._in_turn():
             self._follow()
+            state = torch.get_rng_state()
             with self._taken_back_on_error(method, args, kwargs, local):
                 value = self._locally(method, args, kwargs) if local else None
-                outcomes = self._on_ranks(method, args, kwargs, returns=not local)
-            self.record.add(method, args, kwargs, group=group, local=local, supersedes=supersedes)
+                # What is drawn here is drawn on the ranks again. Freed weights draw nothing here.
+                is_known = local and self.freed is None
+                drew_none = is_known and torch.equal(state, torch.get_rng_state())
+                random = None if drew_none else state
+                outcomes = self._on_ranks(method, args, kwargs, returns=not local, random=random)
+            self.record.add(
+                method,
+                args,
+                kwargs,
+                group=group,
+                local=local,
+                supersedes=supersedes,
+                random=random,
+            )
             if group == "adapters" and not (self._began_adapted or _is_adapted(self.original)):
                 self.record.forget_adapters()
             self._note()
@@ -219,11 +232,17 @@ class Sides:
             raise
 
     def _on_ranks(
-        self, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, returns: bool
+        self,
+        method: Method,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        returns: bool,
+        random: torch.Tensor | None = None,
     ) -> list[on_ranks.Outcome]:
         self._unsettled = True
         outcomes: list[on_ranks.Outcome] = self.gang.call_all(
-            on_ranks.attempt, method, args, kwargs, returns=returns
+            on_ranks.attempt, method, args, kwargs, returns=returns, random=random
         )
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if not failures:

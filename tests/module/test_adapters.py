@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 
 from raymod.errors import ConfigError, RankError, UnsupportedError
@@ -46,12 +47,28 @@ def test_only_the_weights_of_the_adapter_travel(pair: Any) -> None:
     others = {f"text_encoder.layer{n}.lora_A.weight": torch.zeros(1000) for n in range(50)}
     stub.load_lora_adapter({**weights, **others}, adapter_name="a")
     model_bytes = sum(value.nbytes for value in flux().state_dict().values())
-    assert nbytes(weights) <= ranks.sent_bytes < nbytes(weights) + 5000 < model_bytes
+    most = nbytes(weights) + torch.get_rng_state().nbytes + 5000
+    assert nbytes(weights) <= ranks.sent_bytes < most < model_bytes
     sent = ranks.sent_bytes
     stub.set_adapters("a", 0.3)
     stub.fuse_lora()
     stub.unfuse_lora()
     assert ranks.sent_bytes - sent < 2000
+
+
+def test_weights_drawn_at_random_are_the_same_everywhere(pair: Any) -> None:
+    stub, ranks = pair
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "proj_out"])
+    torch.manual_seed(5)
+    stub.add_adapter(config, "drawn")
+    one, other = snapshot(ranks)
+    names = [name for name in one if "lora_" in name]
+    assert names
+    assert all(torch.equal(one[name], other[name]) for name in names)
+    plain = flux()
+    torch.manual_seed(5)
+    plain.add_adapter(config, "drawn")
+    assert all(torch.equal(one[name], plain.state_dict()[name]) for name in names)
 
 
 def test_how_many_weights_fitted_is_reported(pair: Any, caplog: Any) -> None:
