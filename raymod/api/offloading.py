@@ -63,10 +63,6 @@ def _group(module: nn.Module) -> Callable[[], None] | None:
     if top is None:
         return None
     registry = library.HookRegistry.check_if_exists_or_initialize(module)
-    for name in (
-        "_GROUP_OFFLOADING",
-        "_LAYER_EXECUTION_TRACKER",
-        "_LAZY_PREFETCH_GROUP_OFFLOADING",
-    ):
+    for name in _GROUP_HOOKS:
         registry.remove_hook(getattr(library, name), recurse=True)
     return lambda: library._apply_group_offloading(module, top.config)
