@@ -218,7 +218,7 @@ def _start(config: GangConfig) -> _Owned:
     logger.info("starting a local Ray")
     try:
         loopback = _loopback(options["_node_ip_address"] == LOOPBACK)
-        with loopback, _marked(folder), interrupt_deferred():
+        with loopback, _in_environment(MARK, str(folder)), interrupt_deferred():
             _init(options, folder)
         return _Owned(_describe(folder), watcher, put_back)
     except BaseException as error:
@@ -279,32 +279,29 @@ def _loopback(wanted: bool) -> Iterator[None]:
     Ray replaces a loopback address by the machine's own, except on systems where it runs no
     clusters. For the time of its start, and in the processes it starts, this is such a system.
     """
-    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    before = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
-    if wanted:
-        os.environ[name] = "0"
-        ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
+    if not wanted:
         yield
-    finally:
-        if wanted:
-            os.environ.pop(name)
-            if before[0] is not None:
-                os.environ[name] = before[0]
-            ray_constants.ENABLE_RAY_CLUSTER = before[1]
+        return
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    with _in_environment(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0"):
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        try:
+            yield
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager
-def _marked(folder: Path) -> Iterator[None]:
-    """Mark what is started meanwhile as belonging to the Ray of a folder."""
-    before = os.environ.get(MARK)
-    os.environ[MARK] = str(folder)
+def _in_environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable for the processes that are started meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[MARK]
+        os.environ.pop(name)
         if before is not None:
-            os.environ[MARK] = before
+            os.environ[name] = before
 
 
 def _refuse_client() -> None:
