@@ -178,22 +178,20 @@ def _changed(module: nn.Module, prepare: PrepareConfig, rank_info: Any) -> nn.Mo
     return changed
 
 
+def _method(module: nn.Module, name: str, option: str) -> Any:
+    """A method that an option needs."""
+    method = getattr(module, name, None)
+    if method is None:
+        raise ConfigError(f"{option}: {type(module).__name__} has no {name}")
+    return method
+
+
 def _set_backend(module: nn.Module, name: str) -> None:
-    setter: Any = getattr(module, "set_attention_backend", None)
-    if setter is None:
-        raise ConfigError(
-            f"attention_backend={name!r}: {type(module).__name__} has no set_attention_backend"
-        )
-    setter(name)
+    _method(module, "set_attention_backend", f"attention_backend={name!r}")(name)
 
 
 def _enable_cache(module: nn.Module, config: Any) -> None:
-    enable: Any = getattr(module, "enable_cache", None)
-    if enable is None:
-        raise ConfigError(
-            f"cache={type(config).__name__}: {type(module).__name__} has no enable_cache"
-        )
-    enable(config)
+    _method(module, "enable_cache", f"cache={type(config).__name__}")(config)
 
 
 def _warm_up(ready: SplitModule, arguments: Mapping[str, Any]) -> None:
