@@ -79,7 +79,7 @@ def _add_bench(commands: Any) -> None:
         help="measure what raymod costs, beside the alternatives",
         description="Measure calls, steps, start-up and memory beside cache-dit's Ray wrapper, "
         "plain torch.distributed, the local module and a memcpy, and say which figures are met "
-        "(about 10 minutes). With --model, time a pipeline of yours with and without raymod. "
+        "(about 12 minutes). With --model, time a pipeline of yours with and without raymod. "
         "Writes FILE.json and FILE.png.",
     )
     bench.add_argument(
