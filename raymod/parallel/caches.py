@@ -7,7 +7,7 @@ otherwise one would wait for another in a collective that the other skips.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from raymod.parallel.mesh import Mesh
-from raymod.parallel.sequence import SequenceContext
+from raymod.parallel.ways import Mechanism
 
 __all__ = ["Caches"]
 
@@ -40,17 +40,17 @@ class Caches:
         hooks: Their hooks, of all parts of the module.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, context: SequenceContext | None) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, mechanisms: Sequence[Mechanism]) -> None:
         """Find them, and let what they decide be decided with the other ranks.
 
         Args:
             module: The module.
             mesh: The ranks.
-            context: The sequence split, which is told what the caches do not skip.
+            mechanisms: What splits the module, and is told what the caches do not skip.
         """
         self._module = module
         self._mesh = mesh
-        self._context_of_split = context
+        self._mechanisms = mechanisms
         self.hooks: list[Any] = []
         self.find()
 
@@ -67,8 +67,8 @@ class Caches:
             join = _JOINED.get(type(hook).__name__)
             if join is not None:
                 join(hook, self._mesh)
-            if self._context_of_split is not None:
-                hook.fn_ref = _Noting(_real(hook), self._context_of_split, number)
+            if self._mechanisms:
+                hook.fn_ref = _Noting(_real(hook), self._mechanisms, number)
 
     def batch_limit(self, batch: int, groups: int) -> str:
         """Why a batch cannot be divided into `groups` while the caches are on; empty if it can."""
@@ -148,15 +148,16 @@ class Caches:
 
 
 class _Noting:
-    """Passes for a hook's reference to what it wraps, and tells the split when that runs."""
+    """Passes for a hook's reference to what it wraps, and tells the splits when that runs."""
 
-    def __init__(self, real: Any, context: SequenceContext, number: int) -> None:
+    def __init__(self, real: Any, mechanisms: Sequence[Mechanism], number: int) -> None:
         self.real = real
-        self._context = context
+        self._mechanisms = mechanisms
         self._number = number
 
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._context.note(self._number)
+        for mechanism in self._mechanisms:
+            mechanism.note(self._number)
         return self.real.original_forward(*args, **kwargs)
 
 

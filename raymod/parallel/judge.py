@@ -18,7 +18,7 @@ from raymod.errors import SplitError
 from raymod.parallel.batch import Call, batch_sizes, candidates
 from raymod.parallel.sequence import TooFewTokensError
 from raymod.parallel.verify import difference, is_all_broken, limit_for
-from raymod.parallel.ways import WHOLE, Runner, Way
+from raymod.parallel.ways import WHOLE, Runner, Split, Way
 
 __all__ = ["Judge", "Trial", "Whole"]
 
@@ -119,10 +119,10 @@ class Judge:
         if way.groups == 1:
             return self._compare(call, way, whole)
         # The batch first, with no collective inside: a wrong cut cannot leave a rank waiting.
-        trial = self._find_cut(call, replace(way, sequence=False), whole)
-        if trial.failure or not way.sequence:
+        trial = self._find_cut(call, replace(way, split=Split.NONE), whole)
+        if trial.failure or way.split is Split.NONE:
             return trial
-        return self._compare(call, replace(trial.way, sequence=True), whole)
+        return self._compare(call, replace(trial.way, split=way.split), whole)
 
     def _find_cut(self, call: Call, way: Way, whole: Whole) -> Trial:
         first: Trial | None = None

@@ -8,7 +8,7 @@ reason everything that is remembered here must be equal on all ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +23,8 @@ from raymod.parallel.caches import Caches
 from raymod.parallel.judge import Judge, Trial
 from raymod.parallel.kinds import kind_of, sizes_of
 from raymod.parallel.mesh import Mesh
-from raymod.parallel.sequence import SequenceContext, TooFewTokensError
-from raymod.parallel.ways import WHOLE, Runner, Way
+from raymod.parallel.sequence import TooFewTokensError
+from raymod.parallel.ways import WHOLE, Mechanism, Runner, Split, Way
 
 __all__ = ["Share", "Splitter"]
 
@@ -58,7 +58,7 @@ class Splitter:
         self,
         module: nn.Module,
         mesh: Mesh,
-        context: SequenceContext | None,
+        mechanisms: Mapping[Split, Mechanism],
         *,
         asked: bool,
         verify: bool,
@@ -68,7 +68,7 @@ class Splitter:
         Args:
             module: The module, the same on every rank.
             mesh: The ranks.
-            context: The sequence split, from `apply_context`; None where there is none.
+            mechanisms: What can split it, beside the batch.
             asked: Whether the user asked for these degrees: then a split that is not exact is an
                 error, else the next best way is taken.
             verify: Whether the first call of each kind is checked.
@@ -76,10 +76,10 @@ class Splitter:
         self.module = module
         self.mesh = mesh
         self._name = type(module).__name__
-        self._runner = Runner(module, mesh, context)
-        self._caches = Caches(module, mesh, context)
+        self._runner = Runner(module, mesh, mechanisms)
+        self._caches = Caches(module, mesh, list(mechanisms.values()))
         self._parameters = list(inspect.signature(module.forward).parameters)
-        self._has_sequence = context is not None
+        self._splits = tuple(split for split in Split if split in mechanisms)
         self._asked = asked
         self._verify = verify
         self._by_batch = mesh.degrees.batch_degree > 1 or not asked
@@ -108,8 +108,8 @@ class Splitter:
         self._ways.clear()
         self._families.clear()
         self._caches.find()
-        if self._runner.context is not None:
-            self._runner.context.forget()
+        for mechanism in self._runner.mechanisms.values():
+            mechanism.forget()
 
     def reset_caches(self) -> None:
         """Forget what step caches hold."""
@@ -124,11 +124,12 @@ class Splitter:
         try:
             if way is not None and self._allowed(call, way.groups):
                 return self._share(call, way, here)
-            return self._first(call, here if way else kind, here, sequence=self._has_sequence)
+            return self._first(call, here if way else kind, here, self._splits)
         except TooFewTokensError as error:
-            if self._asked:
+            rest = tuple(split for split in self._splits if not split.by_sequence)
+            if self._asked and not rest:
                 raise
-            return self._first(call, here, here, sequence=False, why=str(error))
+            return self._first(call, here, here, rest, why=str(error))
 
     def _allowed(self, call: Call, groups: int) -> bool:
         """Whether step caches let the batch be divided into so many groups."""
@@ -171,12 +172,18 @@ class Splitter:
         return ways[0] if len(ways) >= MANY_VALUES and len(set(ways)) == 1 else None
 
     def _first(
-        self, call: Call, key: Hashable, here: Hashable, *, sequence: bool, why: str = ""
+        self,
+        call: Call,
+        key: Hashable,
+        here: Hashable,
+        splits: Sequence[Split],
+        *,
+        why: str = "",
     ) -> Share:
         """The first call of a kind: find its way, keep it under `key`, and give its output."""
-        ways = list(self._wanted(call, sequence))
+        ways = self._wanted(call, splits)
         texts = [f"{self._name} is not split by sequence for a call: {why}"] if why else []
-        texts.extend(self._not_divided(call, sequence))
+        texts.extend(self._not_divided(call, splits))
         if not ways or not self._verify:
             way = self._guessed(call, ways[0]) if ways else WHOLE
             self._ways[key] = way
@@ -205,19 +212,20 @@ class Splitter:
     def _is_compiled(self) -> bool:
         return any(part._compiled_call_impl is not None for part in self.module.modules())
 
-    def _wanted(self, call: Call, sequence: bool) -> Iterator[Way]:
+    def _wanted(self, call: Call, splits: Sequence[Split]) -> list[Way]:
         """The ways to try, best first; after the last one comes the whole model."""
         most = self.mesh.degrees.batch_degree if self._asked else self.mesh.world_size
         divisible = batch_size(call) > 1 and self._allowed(call, most)
         if self._asked:
             groups = most if divisible else 1
-            if sequence or groups > 1:
-                yield Way(sequence=sequence, groups=groups)
-            return
-        if sequence:
-            yield Way(sequence=True, groups=1)
-        if divisible:
-            yield Way(sequence=False, groups=most)
+            ways = [Way(split, groups) for split in splits]
+            return ways or ([Way(Split.NONE, groups)] if groups > 1 else [])
+        by_sequence = [Way(split, 1) for split in splits if split.by_sequence]
+        others = [Way(split, 1) for split in splits if not split.by_sequence]
+        by_batch = [Way(Split.NONE, most)] if divisible else []
+        # fewer samples than ranks would leave some of them idle
+        rest = by_batch + others if batch_size(call) >= most else others + by_batch
+        return by_sequence + rest
 
     def _choose(self, call: Call, ways: list[Way], here: Hashable, texts: list[str]) -> Trial:
         """The first of `ways` that reproduces the model; says in `texts` what does not."""
@@ -245,7 +253,7 @@ class Splitter:
                 if way is not ways[0]:
                     texts[-1] += f"; it is split {way} instead"
                 return trial
-            if self._asked:
+            if self._asked and way is ways[-1]:
                 raise SplitError(self._refusal(trial.failure)) from trial.error
             texts.append(
                 f"{self._name} is not split {way} for calls like this one: {trial.failure}"
@@ -259,18 +267,18 @@ class Splitter:
             return way
         return replace(way, cut=next(candidates(call, batch_size(call))))
 
-    def _not_divided(self, call: Call, sequence: bool) -> Iterator[str]:
+    def _not_divided(self, call: Call, splits: Sequence[Split]) -> Iterator[str]:
         """What is known beforehand not to be split, in words."""
         degrees = self.mesh.degrees
         most = degrees.batch_degree if self._asked else self.mesh.world_size
         limit = self._caches.batch_limit(batch_size(call), most)
-        if limit and most > 1 and (self._asked or not sequence):
+        if limit and most > 1 and (self._asked or not splits):
             yield f"{self._name}: {limit}"
             return
-        if batch_size(call) > 1 or (not self._asked and sequence):
+        if batch_size(call) > 1 or (not self._asked and splits):
             return
         if degrees.batch_degree > 1 and self._asked:
-            rest = "every batch group runs all of it" if sequence else "every rank runs all of it"
+            rest = "every batch group runs all of it" if splits else "every rank runs all of it"
             yield (
                 f"batch_degree={degrees.batch_degree}: a call with a batch of 1 cannot be divided "
                 f"by batch; {rest}"

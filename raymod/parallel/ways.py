@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import enum
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,9 +16,35 @@ from raymod.calls.joining import Join
 from raymod.calls.trees import map_tensors, tensors
 from raymod.parallel.batch import BatchCut, Call, cut_call, size_under
 from raymod.parallel.mesh import Mesh, part_sizes, part_start
-from raymod.parallel.sequence import SequenceContext
 
-__all__ = ["WHOLE", "Part", "Runner", "Way"]
+__all__ = ["WHOLE", "Mechanism", "Part", "Runner", "Split", "Way"]
+
+
+class Split(enum.Enum):
+    """How the ranks that have the same samples share the work; the value is in words."""
+
+    NONE = ""
+    PLAN = "by sequence"  # the module's own plan
+    SEARCHED = "by a searched plan"
+    OPERATOR = "by operator"
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether each rank has some of the tokens, so that there must be as many as ranks."""
+        return self in (Split.PLAN, Split.SEARCHED)
+
+
+class Mechanism(Protocol):
+    """What splits a module's calls while it is on."""
+
+    def on(self, key: Hashable) -> AbstractContextManager[None]:
+        """Split the calls made inside; `key` is equal for calls of equal shapes."""
+
+    def note(self, part: int) -> None:
+        """A part of the module runs that step caches may skip; the same on all ranks."""
+
+    def forget(self) -> None:
+        """The module has changed, on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +52,23 @@ class Way:
     """How a call is run.
 
     Attributes:
-        sequence: Whether it is split by sequence.
+        split: How the ranks of one batch group share it.
         groups: Into how many parts the batch is divided; 1: it is not.
         cut: What of the call is divided then.
         join: How the outputs go together then; None where that was never checked.
     """
 
-    sequence: bool
+    split: Split
     groups: int
     cut: BatchCut | None = None
     join: Join | None = None
 
     def __str__(self) -> str:
-        splits = [self.sequence and "by sequence", self.groups > 1 and "by batch"]
+        splits = [self.split.value, self.groups > 1 and "by batch"]
         return " and ".join(split for split in splits if split) or "whole on every rank"
 
 
-WHOLE = Way(sequence=False, groups=1)
+WHOLE = Way(Split.NONE, groups=1)
 
 
 @dataclass(frozen=True)
@@ -63,13 +91,15 @@ class Runner:
     Attributes:
         module: The module, with its hooks in place.
         mesh: The ranks.
-        context: The sequence split; None where there is none.
+        mechanisms: What can split it, beside the batch.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, context: SequenceContext | None) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, mechanisms: Mapping[Split, Mechanism]
+    ) -> None:
         self.module = module
         self.mesh = mesh
-        self.context = context
+        self.mechanisms = mechanisms
 
     def run(self, call: Call, way: Way, *, seed: int, key: Hashable) -> Any:
         """This rank's output, whole or for its part of the batch; the part must not be empty.
@@ -86,10 +116,9 @@ class Runner:
         part = self.part(call, way)
         if part is not None and way.cut is not None:
             call = cut_call(call, way.cut, part.start, part.stop)
-        if not way.sequence:
+        if way.split is Split.NONE:
             return self._finished(call, seed)
-        assert self.context is not None
-        with self.context.on((key, way.groups)):
+        with self.mechanisms[way.split].on((key, way.groups)):
             return self._finished(call, seed)
 
     def part(self, call: Call, way: Way) -> Part | None:

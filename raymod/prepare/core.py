@@ -20,7 +20,17 @@ from torch import nn
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError
 from raymod.machine import available_cores
-from raymod.parallel import Mesh, SequenceContext, Share, Splitter, apply_context, place, remove
+from raymod.parallel import (
+    Mechanism,
+    Mesh,
+    SequenceContext,
+    Share,
+    Split,
+    Splitter,
+    apply_context,
+    place,
+    remove,
+)
 from raymod.plans import by_batch_only, sequence_plan
 from raymod.prepare.compiling import compile_module, forget_compiled
 from raymod.prepare.quantize import quantize
@@ -152,7 +162,10 @@ def prepare(
         done.append(
             compile_module(module, prepare.compile, rank=mesh.rank if mesh.world_size > 1 else None)
         )
-    splitter = Splitter(module, mesh, context, asked=parallel.has_degrees, verify=parallel.verify)
+    mechanisms: dict[Split, Mechanism] = {} if context is None else {Split.PLAN: context}
+    splitter = Splitter(
+        module, mesh, mechanisms, asked=parallel.has_degrees, verify=parallel.verify
+    )
     report = PrepareReport(
         degrees=degrees,
         split="; ".join([_words(degrees, context), *done]),

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten
 from raymod.calls.joining import Join, join
 from raymod.calls.trees import tensors
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
-from raymod.parallel import SequenceContext, judge, sequence
+from raymod.parallel import SequenceContext, judge, peers
+from raymod.parallel.peers import GroupPeers, Peers
 from raymod.prepare import PrepareReport, Share, SplitModule, prepare
 from tests import models
 from tests.parallel.flops import count
@@ -197,20 +198,20 @@ def exchanges() -> tuple[list[int], list[float]]:
         wholes = [module(**one)[0] for one in inputs]
     ready = split(module, {"ulysses_degree": 2}, verify=False)
     count: list[int] = []
-    original = sequence.gather_numbers
+    original = peers.gather_numbers
 
     def counted(*args: Any) -> Any:
         count.append(1)
         return original(*args)
 
-    sequence.gather_numbers = counted
+    peers.gather_numbers = counted
     counts, differences = [], []
     for one, whole in zip(inputs, wholes, strict=True):
         count.clear()
         share = ready((), one)
         counts.append(len(count))
         differences.append((share.output[0] - whole).abs().max().item() if share.replies else 0.0)
-    sequence.gather_numbers = original
+    peers.gather_numbers = original
     return counts, differences
 
 
@@ -354,3 +355,20 @@ def buffers_after(module: nn.Module, calls: list[Call], degrees: Degree, **optio
     errors = [attempt(lambda call=call: ready((), call))[1] for call in calls]
     found = ({k: v.clone() for k, v in one.named_buffers()} for one in (module, local))
     return errors, *found
+
+
+def exchanged(own: Peers) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+    """Parts of uneven sizes put together, and numbers."""
+    part = torch.full((2, 1 + own.rank, 3), float(own.rank))
+    return own.gather(part, 1), own.numbers([own.rank, 10 + own.rank])
+
+
+def exchanged_by_group() -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+    """The same over a process group; the second time what is known is not asked for again."""
+    own = GroupPeers(torch.distributed.group.WORLD, torch.device("cpu"))
+    with own.on("key"):
+        first = exchanged(own)
+    own.group = None  # type: ignore[assignment]  # what would be asked
+    with own.on("key"):
+        assert own.shapes(torch.ones(2, 1 + own.rank, 3)) == [(2, 1, 3), (2, 2, 3)]
+    return first
