@@ -72,20 +72,17 @@ class RankActor:
         Returns:
             The worker's `RankInfo` as "info", or what stood in the way.
         """
-        import contextlib
         import gc
-        import importlib
         import pickle
 
         try:
             if self.broken is not None:
                 raise self.broken
             from raymod.worker import Worker
+            from raymod.worker.imports import import_all
 
             self.worker = Worker(**pickle.loads(seat))
-            for name in imports:
-                with contextlib.suppress(Exception):  # told when the module is loaded
-                    importlib.import_module(name)
+            import_all(imports)
             return {"info": self.worker.hello()}
         except Exception as error:
             import traceback

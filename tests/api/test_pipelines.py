@@ -67,6 +67,14 @@ def wrapped(pipe: Any, plain: Any, ray_for_tests: Any) -> Iterator[Any]:
         raymod.unwrap(pipe)
 
 
+def _what_was_put_off(worker: Any) -> list[str]:
+    import sys
+
+    from raymod.worker.imports import PUT_OFF
+
+    return [name for name in PUT_OFF if name in sys.modules]
+
+
 class TestDemoPipeline:
     """One pipeline with one gang for all of these."""
 
@@ -89,6 +97,10 @@ class TestDemoPipeline:
         self, wrapped: Any, plain: Any, name: str, prompts: list[str], size: int
     ) -> None:
         assert difference(plain[name], make(wrapped, prompts, size)) <= TOLERANCE
+
+    def test_ranks_import_no_more_than_they_need(self, wrapped: Any) -> None:
+        make(wrapped, ["a handwritten one"], steps=1)
+        assert wrapped.transformer.gang.call_all(_what_was_put_off) == [[], []]
 
     def test_the_pipeline_still_knows_itself(self, wrapped: Any, plain: Any) -> None:
         stub = wrapped.transformer
