@@ -268,11 +268,10 @@ def cpu_share(
     total = sum(node.get("CPU", 0) for node in nodes)
     part = _CPU_PART * min(1.0, free / total) if total else 0.0
     reach = (lambda slots: max(slots, default=0)) if strategy == "STRICT_PACK" else sum
-    # where the GPUs do not suffice, CPUs for as many as there are; the error then speaks of GPUs
-    most = reach([int(node.get("GPU", 0) / gpus + 1e-9) for node in nodes]) if gpus else count
     for share in _CPU_SHARES:
-        if reach([_slots(node, part, share, gpus) for node in nodes]) >= min(count, most):
+        if reach([_slots(node, part, share, gpus) for node in nodes]) >= count:
             return share
+    # too few GPUs, say: nodes are still to join, and nobody knows how many CPUs they have
     return _CPU_SHARES[-1]
 
 
