@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from raymod.calls.modes import MODES, modes
 from raymod.calls.values import DriverValues
 from raymod.errors import GangError, GangFailedError, RankError
 from raymod.module import on_ranks
@@ -96,7 +97,9 @@ class Sides:
         """One call of the ranks' module; waits for a change that another thread makes."""
         with self._in_turn():
             self._follow()
-            return self.gang.call(args, kwargs, (*self.values.contexts(), *contexts))
+            here = modes()
+            in_modes = ((MODES, here),) if here else ()
+            return self.gang.call(args, kwargs, (*in_modes, *self.values.contexts(), *contexts))
 
     def fetch(self) -> dict[str, torch.Tensor]:
         """All weights of rank 0, by name."""

@@ -17,7 +17,7 @@ from raymod.calls.trees import map_tensors
 from raymod.errors import SplitError
 from raymod.parallel.batch import Call, batch_sizes, candidates
 from raymod.parallel.sequence import TooFewTokensError
-from raymod.parallel.verify import difference, is_all_broken, limit_for
+from raymod.parallel.verify import difference, equal_bytes, is_all_broken, limit_for
 from raymod.parallel.ways import WHOLE, Runner, Split, Way
 
 __all__ = ["Judge", "Trial", "Whole"]
@@ -233,4 +233,4 @@ def _changed(module: nn.Module, before: dict[str, tuple[torch.Tensor, int]]) -> 
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    return one.shape == other.shape and one.dtype == other.dtype and equal_bytes(one, other)

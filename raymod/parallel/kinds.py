@@ -1,7 +1,8 @@
 """What makes two calls of one kind: a split that was right for one is right for the other.
 
 Sizes do not count, except whether there is a batch. What does: which arguments there are and
-which are None, types, numbers of dims, plain values, and whether a mask masks anything.
+which are None, types, numbers of dims, plain values, whether a mask masks anything, and the modes
+of torch, such as autocast.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from raymod.calls.modes import modes
 from raymod.calls.trees import items, walk
 from raymod.parallel.batch import Call, batch_size, candidates
 
@@ -34,7 +36,8 @@ def kind_of(
         cut = next(candidates(call, batch), None)
     named = dict(zip([*parameters, *map(str, range(len(call[0])))], call[0], strict=False))
     arguments = sorted((named | call[1]).items())
-    return batch > 1, cut, tuple((name, _node(value, name, values)) for name, value in arguments)
+    nodes = tuple((name, _node(value, name, values)) for name, value in arguments)
+    return batch > 1, cut, nodes, tuple(modes().items())
 
 
 def sizes_of(call: Call) -> Hashable:

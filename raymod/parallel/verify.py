@@ -11,12 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from raymod.calls import bytes_of
+from raymod.calls.modes import modes
 from raymod.calls.trees import Path, hidden_items, items, same, tensors
 
-__all__ = ["Difference", "difference", "is_all_broken", "limit_for"]
+__all__ = ["Difference", "difference", "equal_bytes", "is_all_broken", "limit_for"]
 
 LIMIT = 1e-4
 LIMIT_16_BIT = 3e-2
+LIMIT_8_BIT = 0.15  # neighbours of the largest numbers are an eighth of them apart
+
+# Two numbers of 4 bits in a byte, which torch can only carry.
+_PAIRS = {getattr(torch, "float4_e2m1fn_x2", None)}
 
 # A tensor that is smaller than this part of the largest one may be mere rounding of it, such as
 # the mean of what was normalised.
@@ -41,6 +47,9 @@ class Difference:
 def limit_for(module: nn.Module, output: Any) -> float:
     """The largest difference that rounding may make, for the lowest precision in use."""
     seen = {p.dtype for p in module.parameters()} | {t.dtype for t in tensors(output)}
+    seen |= {dtype for _, dtype, _ in modes().get("autocast", ())}
+    if any(tensor.is_floating_point() and tensor.element_size() < 2 for tensor in tensors(output)):
+        return LIMIT_8_BIT
     low = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in seen)
     return LIMIT_16_BIT if low or _rounds_inside(output) else LIMIT
 
@@ -58,7 +67,7 @@ def _rounds_inside(output: Any) -> bool:
 def is_all_broken(output: Any) -> bool:
     """Whether there are numbers in `output`, and none of them is finite."""
     found = [tensor for tensor in tensors(output) if _is_inexact(tensor) and tensor.numel()]
-    return bool(found) and not any(bool(torch.isfinite(tensor).any()) for tensor in found)
+    return bool(found) and not any(bool(torch.isfinite(_wide(t)).any()) for t in found)
 
 
 def difference(whole: Any, split: Any) -> Difference:
@@ -114,10 +123,9 @@ class _Comparison:
         if whole.numel() == 0:
             return Difference()
         if not _is_inexact(whole):
-            equal = torch.equal(whole, split)
+            equal = equal_bytes(whole, split)
             return Difference() if equal else _broken(path, "has other integers")
-        wide = torch.complex128 if whole.is_complex() else torch.float64
-        one, other = whole.to(wide), split.to(wide)
+        one, other = _wide(whole), _wide(split)
         finite = torch.isfinite(one)
         if not torch.equal(finite, torch.isfinite(other)):
             return _broken(path, "is not finite in the same places")
@@ -143,11 +151,23 @@ def _kinds(values: torch.Tensor) -> torch.Tensor:
 def _largest(tensor: torch.Tensor) -> float:
     if not _is_inexact(tensor) or not tensor.numel():
         return 0.0
-    sizes = tensor.abs().to(torch.float64)
+    sizes = _wide(tensor).abs()
     return float(torch.where(torch.isfinite(sizes), sizes, 0.0).max())
 
 
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in 64 bits; dtypes of 8 bits can hardly be reckoned with."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are the same to the bit, of any dtype."""
+    return torch.equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))
+
+
 def _is_inexact(tensor: torch.Tensor) -> bool:
+    if tensor.dtype in _PAIRS:
+        return False
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from raymod import weights
 from raymod.calls import describe, pack, unpack
 from raymod.calls.joining import Join
+from raymod.calls.modes import MODES, in_modes
 from raymod.calls.values import CONTEXT, arrived
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError, RankFailure
@@ -379,8 +380,10 @@ class Worker:
             for name, fields in contexts:
                 if name == CONTEXT:
                     arrived(fields)
-                    continue
-                stack.enter_context(cast("Any", self.module).cache_context(name, **fields))
+                elif name == MODES:
+                    stack.enter_context(in_modes(fields))
+                else:
+                    stack.enter_context(cast("Any", self.module).cache_context(name, **fields))
             yield
 
     def _take(self, seat: int) -> None:

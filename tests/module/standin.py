@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from raymod.calls import Packed, pack, unpack
+from raymod.calls.modes import MODES, in_modes
 from raymod.errors import GangError, GangFailedError, RankError, RankFailure
 from raymod.module import RemoteModule, make_stub
 
@@ -69,6 +70,9 @@ class Ranks:
         for worker in self.workers:
             with torch.no_grad(), ExitStack() as stack:
                 for name, fields in contexts:
+                    if name == MODES:
+                        stack.enter_context(in_modes(fields))
+                        continue
                     stack.enter_context(worker.module.cache_context(name, **fields))
                 outputs.append(worker.module(*args, **kwargs))
         return outputs[0]

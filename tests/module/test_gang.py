@@ -108,6 +108,11 @@ def test_a_second_module_on_the_same_ranks(wrapped: Any) -> None:
             module.load_lora_adapter(lora(flux(), 4), adapter_name="only here")
         assert difference(call(plain), call(second)) <= TOLERANCE
         assert torch.equal(call(wrapped), first)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            local, remote = call(plain), call(second)
+        assert local.dtype is remote.dtype is torch.bfloat16
+        assert difference(local.float(), remote.float()) <= 2e-2
+        assert difference(call(plain), call(second)) <= TOLERANCE
         assert "only here" not in getattr(wrapped, "peft_config", {})
         assert second.gang.call_all(parameters) != wrapped.gang.call_all(parameters)
         assert second.last_call.compute_s > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from raymod.parallel import judge
-from raymod.parallel.verify import LIMIT, LIMIT_16_BIT, difference
+from raymod.parallel.kinds import kind_of
+from raymod.parallel.verify import LIMIT, LIMIT_8_BIT, LIMIT_16_BIT, difference, limit_for
 from tests import models
 from tests.parallel import cases, plain, plants
 from tests.parallel.cases import Seen, largest_difference, whole_output
@@ -250,6 +252,34 @@ def test_no_memory_for_the_check(ranks: World) -> None:
     assert all("tried to allocate a lot" in one.error for one in seen)
     (seen,) = of_module(ranks(2), plain.Large(), calls, BATCH, verify=False)
     assert torch.equal(whole_output(seen), torch.full((4, 3), 2.0))
+
+
+def test_numbers_of_8_bits(ranks: World) -> None:
+    x = torch.randn(4, 5).to(torch.float8_e4m3fn)
+    (seen,) = of_module(ranks(2), plain.Eighths(), [{"x": x}], BATCH)
+    assert [(one.error, one.replies, one.warnings) for one in seen] == [("", True, ())] * 2
+    assert torch.equal(whole_output(seen).float(), seen[0].whole.float())
+
+
+def test_numbers_of_few_bits_are_compared() -> None:
+    two, three = (torch.full((4,), n).to(torch.float8_e5m2) for n in (2.0, 3.0))
+    assert difference(two, two).value == 0
+    assert difference(two, three).value == pytest.approx(1 / 2)
+    assert limit_for(torch.nn.Identity(), two) == LIMIT_8_BIT < 1 / 3
+    pairs = [torch.full((4,), n, dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for n in (2, 3)]
+    assert difference(pairs[0], pairs[0]).value == 0
+    assert difference(*pairs).value == INF
+
+
+def test_a_call_in_autocast_is_another_kind() -> None:
+    x = torch.randn(2, 5)
+    kind = functools.partial(kind_of, ((x,), {}), (), by_batch=True)
+    assert limit_for(torch.nn.Identity(), x) == LIMIT
+    before = kind()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert limit_for(torch.nn.Identity(), x) == LIMIT_16_BIT
+        assert kind() != before
+    assert kind() == before
 
 
 def test_an_output_that_is_still_on_its_way_is_waited_for(ranks: World) -> None:
