@@ -197,7 +197,8 @@ class RankError(GangError):
 
     def _text(self, first: RankFailure) -> str:
         others = [f.rank for f in self.failures if f is not first]
-        also = f" (ranks {', '.join(map(str, others))} failed too)" if others else ""
+        named = f"rank{'s'[: len(others) > 1]} {', '.join(map(str, others))}"
+        also = f" ({named} failed too)" if others else ""
         return (
             f"rank {first.rank} on node {first.node} raised {first.type_name}: "
             f"{first.message}{also}\n\n"

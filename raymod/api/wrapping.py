@@ -136,7 +136,7 @@ def unwrap(target: Any, component: str | None = None) -> nn.Module:
     """Put the module from before back in place and end its ranks.
 
     Args:
-        target: The pipeline, or the stub of a plain module.
+        target: The pipeline, or a stub; who put a stub in place puts there what is returned.
         component: Name of the component. None: the one that is wrapped.
 
     Returns:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from raymod.calls.trees import hidden_items, items, rebuilt, relisted, same
 
 __all__ = ["Join", "find_join", "guess_join", "join", "take"]
+
+_Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Join:
     """How one object is put together from its parts.
 
     Attributes:
-        how: `cat`: tensors are concatenated along `dim`. `chain`: lists of samples are chained.
+        how: `cat`: tensors or arrays are concatenated along `dim`. `chain`: lists of samples are
+            chained.
             `each`: a container, whose items are joined by `items`. `same`: equal in all parts.
         dim: The dim of the batch, for `cat`.
         items: Pairs of key and Join, for `each`: an index, a dict's key, a field's name.
@@ -47,7 +51,7 @@ def find_join(whole: Any, part: Any, *, batch: int, own: int) -> Join | None:
     """
     if type(whole) is not type(part):
         return None
-    if isinstance(whole, torch.Tensor):
+    if isinstance(whole, (torch.Tensor, np.ndarray)):
         return _find_dim(whole, part, batch, own)
     if isinstance(whole, (list, tuple)) and (len(whole), len(part)) == (batch, own):
         return Join("chain")
@@ -63,7 +67,7 @@ def guess_join(part: Any, *, own: int) -> Join:
     Tensors whose first dim is the batch are concatenated, lists of other tensors chained;
     everything else counts as equal in all parts.
     """
-    if isinstance(part, torch.Tensor):
+    if isinstance(part, (torch.Tensor, np.ndarray)):
         return Join("cat") if part.ndim and part.shape[0] == own else Join("same")
     if isinstance(part, list) and len(part) == own and _are_samples(part, own):
         return Join("chain")
@@ -81,6 +85,8 @@ def join(parts: Sequence[Any], how: Join) -> Any:
     """
     first = parts[0]
     if how.how == "cat":
+        if isinstance(first, np.ndarray):
+            return np.concatenate(tuple(parts), axis=how.dim)
         return torch.cat(tuple(parts), dim=how.dim)
     if how.how == "chain":
         return relisted(first, [sample for part in parts for sample in part])
@@ -94,7 +100,7 @@ def take(whole: Any, how: Join, *, start: int, stop: int, batch: int) -> Any:
     """The part of `whole` for the samples from `start` to `stop`: the reverse of `join`."""
     if how.how == "cat":
         each = whole.shape[how.dim] // batch
-        return whole.narrow(how.dim, start * each, (stop - start) * each)
+        return whole[(slice(None),) * how.dim + (slice(start * each, stop * each),)]
     if how.how == "chain":
         return relisted(whole, list(whole[start:stop]))
     if how.how == "same":
@@ -106,7 +112,7 @@ def take(whole: Any, how: Join, *, start: int, stop: int, batch: int) -> Any:
     return rebuilt(whole, part)
 
 
-def _find_dim(whole: torch.Tensor, part: torch.Tensor, batch: int, own: int) -> Join | None:
+def _find_dim(whole: _Array, part: _Array, batch: int, own: int) -> Join | None:
     if whole.dtype != part.dtype or whole.ndim != part.ndim:
         return None
     differing = [dim for dim in range(whole.ndim) if whole.shape[dim] != part.shape[dim]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,11 +37,16 @@ class Cleanup:
         if not _registered.is_set():
             _registered.set()
             atexit.register(_at_exit)
+            os.register_at_fork(after_in_child=_forget_ray)
         self._steps.callback(_guarded, step, args)
+
+    def is_forked(self) -> bool:
+        """Whether this is another process than the one that has something to undo."""
+        return os.getpid() != self._pid
 
     def run(self) -> None:
         """Undo everything; returns when it is undone, also if another thread does it."""
-        if os.getpid() != self._pid:
+        if self.is_forked():
             return
         with self._lock:
             self._steps.close()
@@ -48,7 +54,7 @@ class Cleanup:
 
     def run_apart(self) -> None:
         """Undo everything in another thread; for the garbage collector, which may be anywhere."""
-        if os.getpid() == self._pid:
+        if not self.is_forked():
             threading.Thread(target=self.run, name="raymod-cleanup", daemon=True).start()
 
 
@@ -62,3 +68,9 @@ def _guarded(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
 def _at_exit() -> None:
     for cleanup in list(_open):
         cleanup.run()
+
+
+def _forget_ray() -> None:
+    """Ray's threads are not in a process that was forked off: its exit handler would hang there."""
+    if "ray" in sys.modules:
+        atexit.unregister(sys.modules["ray"].shutdown)

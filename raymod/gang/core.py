@@ -297,6 +297,8 @@ class Gang:
         A call that another thread waits for may finish within `close_timeout_s`; then the ranks
         are killed, and it raises `StubClosedError`.
         """
+        if self._existing.cleanup.is_forked():
+            return  # the ranks go on, for the process that they belong to
         first = not self._seen.closing
         self._seen = _Seen(failure=self._seen.failure, closing=True, closed=self._seen.closed)
         if first and self._seen.failure is None:
@@ -324,6 +326,11 @@ class Gang:
     # -- within --------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
+        if self._existing.cleanup.is_forked():
+            raise StubClosedError(
+                "this process was forked off the one that the ranks belong to: call them there, "
+                "or wrap the module here anew"
+            )
         if self._seen.closing:
             raise StubClosedError("the gang was closed; its ranks are gone")
         if self._seen.failure is None and not self._existing.session.is_live():

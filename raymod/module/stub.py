@@ -13,7 +13,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from raymod.calls.values import DriverValues
-from raymod.errors import ConfigError, RaymodError, StubClosedError, UnsupportedError, WeightsError
+from raymod.errors import (
+    ConfigError,
+    PackError,
+    RaymodError,
+    StubClosedError,
+    UnsupportedError,
+    WeightsError,
+)
 from raymod.module.adapters import AdapterReport
 from raymod.module.methods import stub_class
 from raymod.module.record import Record
@@ -63,7 +70,8 @@ class RemoteModule(nn.Module):
     ranks' copies. What changes the model is done on every rank or refused by name; see
     `raymod.module.surface`. Used as a context manager, it closes at the end.
 
-    Changing the local weights in place after `wrap` does not reach the ranks.
+    Local weights that are written in place after `wrap` go to the ranks with the next call, but for
+    writes through `.data`, which leave no trace.
     """
 
     _raymod: _State
@@ -89,7 +97,7 @@ class RemoteModule(nn.Module):
             GangError: A rank died or did not answer in time.
         """
         state = self._open("call it")
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+        inputs = _tensors((args, kwargs))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             raise UnsupportedError(
                 "an input requires gradients, and the ranks run inference only: call the module "
@@ -273,10 +281,12 @@ class RemoteModule(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the driver's module."""
+        self._raymod.sides.expose()
         return self._raymod.original.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of the driver's module."""
+        self._raymod.sides.expose()
         return self._raymod.original.named_buffers(*args, **kwargs)
 
     # -- parts ---------------------------------------------------------------------------------
@@ -392,6 +402,16 @@ def make_stub(
 # What accelerate puts on a module, last, before it goes on to its parts.
 _OFFLOADS_PARTS = ("AlignDevicesHook", "SequentialHook")
 _HOOKS = ("_compiled_call_impl", "_diffusers_hook", "_hf_hook", "_old_forward", "hf_device_map")
+
+
+def _tensors(call: Any) -> list[torch.Tensor]:
+    try:
+        return [leaf for leaf in pytree.tree_leaves(call) if _is_tensor(leaf)]
+    except RecursionError as error:
+        raise PackError(
+            "an argument is a container that holds itself, or containers nested thousands deep: "
+            "neither can be sent to the ranks"
+        ) from error
 
 
 def _shared(original: nn.Module) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Pipelines take parts out of a transformer and change these: they unfuse adapters layer by layer,
 set the scale of attention processors, replace blocks. On a stub that would change the driver's
 side alone, where nothing runs. So once a part has been given out, the parts are compared with what
-they were before each call, and what differs goes to the ranks. Weights that are written in place
-are not noticed.
+they were before each call, and what differs goes to the ranks: weights too, by the count that torch
+keeps of writes to a tensor. Writes past that count, through `.data` or NumPy, are not noticed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_compiled_call_impl", "_diffusers_hook", "_hf_hook", "_old_forward", "forward")
 _SKIPPED = _TORCHS | frozenset(_HOOKS)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_DENSE = (torch.Tensor, nn.Parameter)
 _GONE = object()
 
 
@@ -79,9 +80,9 @@ class _Part:
                 yield Difference(self.path, name, now.get(name), gone=name not in now)
         if self.path and _hooks(self.part) != self.hooks:
             raise UnsupportedError(
-                f"a hook was put on {self.path}, a part of a module that runs on raymod's ranks, "
-                f"where the hook would not run. Remove it; put hooks on the whole module, or on "
-                f"the ranks' parts with raymod.PrepareConfig(extra=...)."
+                f"a hook or a forward was set on {self.path}, a part of a module that runs on "
+                f"raymod's ranks, where it would not run. Remove it; put hooks on the whole "
+                f"module, or on the ranks' parts with raymod.PrepareConfig(extra=...)."
             )
 
     def _is_equal(self, name: str, now: dict[str, Any]) -> bool:
@@ -91,6 +92,17 @@ class _Part:
             return bool(_frozen(now[name]) == self.inside[name])
         was = self.attributes[name]
         return now[name] is was or (_is_plain(now[name]) and bool(now[name] == was))
+
+
+class _Weight:
+    """What a weight was."""
+
+    def __init__(self, path: str, name: str, tensor: torch.Tensor) -> None:
+        self.path = path
+        self.name = name
+        self.tensor = tensor
+        self.mark = _mark(tensor)
+        self.data = tensor.detach()  # held, or its address could be that of what comes after it
 
 
 class Watch:
@@ -105,6 +117,12 @@ class Watch:
         """Take the module as it stands for what it was."""
         self._parts = [_Part(path, part) for path, part in self._module.named_modules()]
         self._with_insides = [part for part in self._parts if part.inside]
+        self._weights = [
+            _Weight(part.path, name, held)
+            for part in self._parts
+            for name, held in part.held.items()
+            if isinstance(held, torch.Tensor)
+        ]
         self._dicts = [held for part in self._parts for held in _dicts(part.part)]
         self._values = self._now()
 
@@ -120,10 +138,32 @@ class Watch:
             len(now) == len(self._values)
             and all(map(operator.is_, now, self._values))
             and all(part.is_same_inside() for part in self._with_insides)
+            and all(_mark(weight.tensor) == weight.mark for weight in self._weights)
         ):
             return []
         there = {id(part) for part in self._module.modules()}  # of the others their parents tell
-        return [one for part in self._parts if id(part.part) in there for one in part.differences()]
+        found = [
+            one for part in self._parts if id(part.part) in there for one in part.differences()
+        ]
+        return [*found, *self._written(found)]
+
+    def _written(self, found: list[Difference]) -> Iterator[Difference]:
+        """Weights that are the same object and hold something else."""
+        merged = tuple(f"{one.path}." for one in found if one.name == "merged_adapters")
+        parts = dict(self._module.named_modules())
+        for weight in self._weights:
+            path, name, tensor = weight.path, weight.name, weight.tensor
+            if _mark(tensor) == weight.mark or f"{path}.".startswith(merged):
+                continue  # the ranks merge adapters themselves
+            if path not in parts or _held(parts[path]).get(name) is not tensor:
+                continue  # replaced, which is a difference of its own
+            if tensor.is_meta:
+                raise UnsupportedError(
+                    f"{path or 'the module'}.{name} was written to, but this process holds no "
+                    f"weights: they are on raymod's ranks, where the write did not happen. Use the "
+                    f"whole stub's load_state_dict(weights, strict=False)."
+                )
+            yield Difference(path, name, tensor)
 
     def _now(self) -> list[Any]:
         """Everything that the parts hold, as it is in their dicts."""
@@ -176,8 +216,16 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _hooks(part: nn.Module) -> tuple[int, int]:
-    return len(part._forward_hooks), len(part._forward_pre_hooks)
+def _hooks(part: nn.Module) -> tuple[int, int, int]:
+    own = part.__dict__.get("forward")  # set on the instance, it wins over the class
+    return len(part._forward_hooks), len(part._forward_pre_hooks), id(own)
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
+    """What a write to a tensor, or a change of its `data`, changes."""
+    version = 0 if tensor.is_inference() else tensor._version
+    plain = type(tensor) in _DENSE
+    return version, tensor.data_ptr() if plain else 0, tensor.dtype
 
 
 def _frozen(value: Any, depth: int = 0) -> Any:

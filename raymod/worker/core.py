@@ -297,7 +297,7 @@ class Worker:
                 done = True
                 # prepare has waited for the collectives of share.output, so its bytes are there
                 sent = self._send(share.output) if share.replies else None
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 return self._failed(error, began, call, done=done)
             self._work.calls += 1
             return Reply(
@@ -325,7 +325,7 @@ class Worker:
                 value = self._function(method)(*args, **kwargs)
                 done = True
                 sent = self._send(value) if replies else None
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 return self._failed(error, began, call, done=done)
             return Reply(rank=self.rank, parcel=sent, seconds=time.monotonic() - began)
 
@@ -424,7 +424,7 @@ class Worker:
             self._work.state, self._work.since = outer
 
     def _failed(
-        self, error: Exception, began: float, call: Any = None, *, done: bool = False
+        self, error: BaseException, began: float, call: Any = None, *, done: bool = False
     ) -> Reply:
         failure = RankFailure.of(error, rank=self.rank, node=self.node)
         if call is not None:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,13 +54,14 @@ WHOLES: dict[str, Any] = {
     "with what all share": {"x": x(B), "positions": x(7, 2), "none": None},
     "integers": torch.arange(B),
     "booleans": torch.arange(B) > 2,
+    "arrays": (x(B, 3).numpy(), x(2, B, 3).numpy(), x(7).numpy()),
     "nothing": None,
 }
 
 
 def first_dim(value: Any, start: int, stop: int) -> Any:
     """The part of `value`, found by hand."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, np.ndarray)):
         if value.shape[:2] == (2, B):
             return value[:, start:stop]
         if value.ndim and value.shape[0] % B == 0:
@@ -83,6 +85,8 @@ def assert_same(one: Any, two: Any) -> None:
     assert type(one) is type(two)
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, two)
+    elif isinstance(one, np.ndarray):
+        np.testing.assert_array_equal(one, two, strict=True)
     elif isinstance(one, (list, tuple)):
         assert len(one) == len(two)
         for a, b in zip(one, two, strict=True):

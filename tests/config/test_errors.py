@@ -51,7 +51,7 @@ def test_the_first_cause_wins_over_what_the_others_noticed() -> None:
     error = RankError.from_failures([noticed, cause])
     assert error.rank == 2
     assert isinstance(error, KeyError)
-    assert "ranks 0 failed too" in str(error)
+    assert "rank 0 failed too" in str(error)
     assert error.failures == (noticed, cause)
 
 

@@ -255,6 +255,40 @@ gang.call((X, "sleep"), {"rank": -1, "seconds": 300.0})
     assert set(os.listdir("/dev/shm")) <= shared
 
 
+def test_a_process_that_was_forked_off_leaves_the_ranks_alone() -> None:
+    """It may neither call nor close them, and ends at once, though Ray's threads are not in it."""
+    facts, after = run_script(
+        """
+from raymod import StubClosedError
+gang = start()
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    try:
+        gang.call((X,), {})
+    except StubClosedError as error:
+        os.write(write, str(error).encode())
+    gang.close()
+    sys.exit(0)  # runs the exit handlers
+began = time.monotonic()
+os.waitpid(child, 0)
+facts = {
+    "waited_s": time.monotonic() - began,
+    "said": os.read(read, 1000).decode(),
+    "call": float(gang.call((X,), {})),
+    "pids": pids(gang),
+}
+mark()
+gang.close()
+"""
+    )
+    assert after == ""
+    assert nothing_left(facts)
+    assert facts["waited_s"] < 20
+    assert "forked off the one that the ranks belong to" in facts["said"]
+    assert facts["call"] == 24
+
+
 def test_a_ray_that_was_started_anew_is_another_one(tmp_path: Path) -> None:
     """In the place of raymod's; both without a home folder that Ray could write a token to."""
     blocker = tmp_path / "file"

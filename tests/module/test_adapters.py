@@ -306,6 +306,63 @@ def test_a_hook_on_a_part_would_not_run_and_is_refused(pair: Any) -> None:
     call(stub)
 
 
+def test_a_forward_set_on_a_part_would_not_run_and_is_refused(pair: Any) -> None:
+    stub, _ = pair
+    part = stub.transformer_blocks[0].ff
+    part.forward = lambda x: x
+    with pytest.raises(UnsupportedError, match=r"transformer_blocks\.0\.ff, a part of"):
+        call(stub)
+    del part.forward
+    call(stub)
+
+
+def _load(module: Any) -> None:
+    part = module.transformer_blocks[0].ff
+    part.load_state_dict({name: -value for name, value in part.state_dict().items()})
+
+
+def _write(module: Any) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+
+
+def _swap(module: Any) -> None:
+    module.proj_out.weight.data = 2 * module.proj_out.weight.data
+
+
+def _cast(module: Any) -> None:
+    module.norm_out.half().float()
+    module.proj_out.double().float()
+
+
+@pytest.mark.parametrize("write", [_load, _write, _swap, _cast])
+def test_weights_of_parts_that_are_written_reach_the_ranks(pair: Any, write: Any) -> None:
+    stub, ranks = pair
+    plain = flux()
+    before = call(plain)
+    assert torch.equal(before, call(stub))
+    for module in (plain, stub):
+        write(module)
+    if write is not _cast:
+        assert not torch.equal(call(plain), before)
+    assert torch.equal(call(plain), call(stub))
+    sent = ranks.sent_bytes
+    call(stub)
+    assert ranks.sent_bytes == sent  # once
+
+
+def test_weights_that_are_not_here_cannot_be_written() -> None:
+    module = flux()
+    stub, _ = stub_of(module, ranks=Ranks(module, 2), freed=free(module))
+    with torch.no_grad():
+        stub.proj_out.weight.mul_(2)
+    with pytest.raises(
+        UnsupportedError, match=r"proj_out\.weight was written to, but .* no weights"
+    ):
+        call(stub)
+
+
 def test_attributes_of_parts_are_set_on_the_ranks(pair: Any) -> None:
     """GLIGEN switches layers on and off so; FreeNoise and others set numbers."""
     stub, ranks = pair

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from raymod.errors import ConfigError, StubClosedError, UnsupportedError, WeightsError
+from raymod.errors import ConfigError, PackError, StubClosedError, UnsupportedError, WeightsError
 from raymod.module import RemoteModule, make_stub, restore_local
 from raymod.weights import free
 from tests import models
@@ -92,6 +92,16 @@ def test_inputs_that_want_gradients_are_refused(flux: Any) -> None:
     with torch.no_grad():
         stub(**inputs)
     assert len(ranks.calls) == 1
+
+
+def test_a_list_that_holds_itself_is_refused(flux: Any) -> None:
+    module, make_inputs = flux
+    stub, ranks = stub_of(module)
+    endless: list[Any] = []
+    endless.append(endless)
+    with torch.no_grad(), pytest.raises(PackError, match="a container that holds itself"):
+        stub(**make_inputs(1), controls=endless)
+    assert not ranks.calls
 
 
 def test_to_a_device_moves_nothing_and_is_remembered(flux: Any) -> None:

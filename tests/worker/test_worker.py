@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from torch.distributed import TCPStore
 
 from raymod.calls import Packed, pack, unpack
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
-from raymod.errors import ConfigError
+from raymod.errors import ConfigError, RankError
 from raymod.transport import RayTransport
 from raymod.weights import offer
 from raymod.worker import Reply, Worker, group, versions
@@ -85,6 +86,15 @@ def test_what_it_raises_is_part_of_the_reply_with_the_shapes(worker: Worker) -> 
     assert reply.steps == ()
     assert not reply.done
     assert torch.equal(output(forward(worker, torch.ones(3)))["y"], torch.full((3,), 2.0))
+
+
+def test_a_module_that_ends_the_process_is_a_failure(worker: Worker) -> None:
+    worker.module.forward = lambda: sys.exit("enough")  # type: ignore[union-attr]
+    failure = forward(worker).failure
+    assert failure is not None
+    assert failure.type_name == "SystemExit"
+    assert failure.message == "enough"
+    assert type(RankError.from_failures([failure])) is RankError  # it does not end the driver
 
 
 def test_an_output_that_cannot_travel(worker: Worker) -> None:
