@@ -261,6 +261,8 @@ def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
+            if not parameter.numel():
+                continue
             values = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim < 2:
                 middle = 1.0 if "norm" in name and name.endswith("weight") else 0.0

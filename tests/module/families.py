@@ -494,7 +494,7 @@ FAMILIES: dict[str, Family] = {
         animatediff,
     )
 }
-DENOISERS = ("transformer", "transformer_2", "unet", "controlnet")
+DENOISERS = ("transformer", "transformer_2", "unet", "controlnet", "prior")
 
 
 def denoisers(pipe: Any) -> list[str]:
@@ -508,4 +508,4 @@ def run(pipe: Any, call: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(0)
     options = {"num_inference_steps": 2, "output_type": "latent", "return_dict": False}
     generator = torch.Generator().manual_seed(0)
-    return pipe(**{**options, **call}, generator=generator)[0]
+    return torch.as_tensor(pipe(**{**options, **call}, generator=generator)[0])
