@@ -193,7 +193,7 @@ def check_prepare(module: nn.Module, prepare: PrepareConfig) -> None:
             )
     if prepare.quantize is not None:
         if importlib.util.find_spec("torchao") is None:
-            raise ConfigError("quantize needs torchao: pip install torchao")
+            raise ConfigError("quantize needs torchao: pip install 'raymod[torchao]'")
         done = {type(p).__name__ for p in module.parameters() if "torchao" in type(p).__module__}
         if done or getattr(module, "hf_quantizer", None) is not None:
             raise ConfigError(f"quantize: the weights of this {name} are quantized already")

@@ -88,6 +88,11 @@ def wrap(
     module = place.module
     check_module(module)
     check_prepare(module, asked.prepare)
+    if asked.prepare.quantize is not None and not keep_local:
+        raise ConfigError(
+            "keep_local=False with quantize would leave nobody with the weights as they are: the "
+            "ranks keep the quantized ones only. Use keep_local=True, or raymod.from_pretrained."
+        )
     degrees = asked.degrees(module)
     put_back = offloading.detach(module)
     try:

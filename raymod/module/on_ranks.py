@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymod.errors import RankFailure
+from raymod.errors import RankFailure, WeightsError
 from raymod.module.undo import Snapshot, overwritten
 
 __all__ = ["FETCH_BYTES", "Outcome", "attempt", "call", "fetch_weights", "make", "run", "settle"]
@@ -148,6 +148,12 @@ def call(
 
 
 def _sizes_on_rank(worker: Any) -> dict[str, int]:
+    for name, tensor in _tensors(worker.module):
+        if type(tensor).__module__.partition(".")[0] == "torchao":
+            raise WeightsError(
+                f"the ranks hold quantized weights ({name} is an {type(tensor).__name__}), and not "
+                f"those that they were made from: load these from their source once more."
+            )
     return {name: tensor.nbytes for name, tensor in _tensors(worker.module)}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["import_all"]
 
-PUT_OFF = ("torch._dynamo", "peft", "transformers", "scipy.stats")
+PUT_OFF = ("torch._dynamo", "peft", "transformers", "torchao", "scipy.stats")
 
 # Functions of diffusers that import a package to look for its objects: there are none before it is
 # imported. By module and name, with the package and what they return then.

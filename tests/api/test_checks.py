@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 import raymod
 from raymod.errors import ConfigError, UnsupportedError
 from raymod.gang import Gang
 from raymod.module import make_stub
+from tests import models
 from tests.module.standin import Ranks, Report
+
+lock = threading.Lock()
 
 
 class Pipe(SimpleNamespace):
@@ -83,6 +89,58 @@ def test_compiled_and_scripted_modules() -> None:
 def test_options(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         raymod.wrap(nn.Linear(2, 2), **options)
+
+
+class _NoCache:
+    pass
+
+
+def _quantized() -> nn.Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    module = models.flux()[0]
+    quantize_(module, Int8WeightOnlyConfig())
+    return module
+
+
+def _int8() -> Any:
+    return importlib.import_module("torchao.quantization").Int8WeightOnlyConfig()
+
+
+@pytest.mark.parametrize(
+    ("make", "prepare", "says"),
+    [
+        (models.flux, {"attention_backend": "flsh"}, "'flsh' is none that diffusers has: .*native"),
+        (nn.Linear, {"attention_backend": "native"}, "Linear has no set_attention_backend"),
+        (nn.Linear, {"cache": FirstBlockCacheConfig()}, "Linear has no enable_cache"),
+        (models.flux, {"cache": _NoCache()}, "one of diffusers' cache configs.*not _NoCache"),
+        (_quantized, {"quantize": _int8}, "FluxTransformer2DModel are quantized already"),
+        (models.flux, {"extra": lambda module, info: lock}, "cannot travel"),
+    ],
+)
+def test_what_a_module_cannot_be_prepared_with(make: Any, prepare: Any, says: str) -> None:
+    made = make(2, 2) if make is nn.Linear else make()
+    module = made[0] if isinstance(made, tuple) else made
+    prepare = {name: value() if value is _int8 else value for name, value in prepare.items()}
+    with pytest.raises(raymod.RaymodError, match=says):
+        raymod.wrap(module, workers=1, prepare=raymod.PrepareConfig(**prepare))
+
+
+def test_quantize_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _int8()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs torchao: pip install 'raymod\[torchao\]'"):
+        raymod.wrap(models.flux()[0], workers=1, prepare=raymod.PrepareConfig(quantize=config))
+
+
+def test_quantize_would_lose_weights_that_nobody_keeps() -> None:
+    with pytest.raises(ConfigError, match=r"keep_local=False with quantize.*keep_local=True"):
+        raymod.wrap(
+            models.flux()[0],
+            workers=1,
+            keep_local=False,
+            prepare=raymod.PrepareConfig(quantize=_int8()),
+        )
 
 
 def test_unwrap_needs_something_wrapped() -> None:

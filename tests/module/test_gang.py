@@ -124,6 +124,29 @@ def test_a_second_module_on_the_same_ranks(wrapped: Any) -> None:
     assert torch.equal(call(wrapped), first)
 
 
+def test_an_adapter_over_quantized_weights(wrapped: Any) -> None:
+    """The ranks' weights are quantized, the driver's are not; a LoRA goes on either."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    plain, module = flux(), flux()
+    exact = call(plain)
+    quantize_(plain, Int8WeightOnlyConfig())
+    prepare = raymod.PrepareConfig(quantize=Int8WeightOnlyConfig())
+    with raymod.wrap(module, gang=wrapped, prepare=prepare) as stub:
+        assert difference(call(plain), call(stub)) <= TOLERANCE
+        assert difference(call(plain), exact) > 1e-3
+        for side in (plain, stub):
+            side.load_lora_adapter(lora(flux(), 4), adapter_name="a")
+        assert difference(call(plain), call(stub)) <= TOLERANCE
+        with pytest.raises(ValueError, match="re-quantize"):
+            stub.fuse_lora()  # as locally
+        assert difference(call(plain), call(stub)) <= TOLERANCE
+        with pytest.raises(raymod.WeightsError, match="the ranks hold quantized weights"):
+            stub._raymod.sides.fetch()
+        stub.unload_lora()
+        assert difference(call(raymod.unwrap(stub)), exact) == 0
+
+
 @pytest.fixture(scope="module")
 def pipes(ray_for_tests: Any) -> Iterator[Any]:
     ray_for_tests.ensure()

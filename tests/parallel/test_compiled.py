@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
@@ -109,31 +110,39 @@ def test_quantization_while_loading_is_refused() -> None:
         PrepareConfig(quantize="int8")
 
 
-def test_quantized_and_split(ranks: World) -> None:
-    pytest.importorskip("torchao")
-    for change in ranks(2)(quantized, {"ulysses_degree": 2}):
+@pytest.mark.parametrize("kind", ["torchao", "diffusers"])
+@pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"batch_degree": 2}])
+def test_quantized_and_split(ranks: World, degrees: dict[str, int], kind: str) -> None:
+    for change in ranks(2)(quantized, degrees, kind):
         assert 0 < change < 0.1
 
 
-def quantized(degrees: dict[str, int]) -> float:
+def quantized(degrees: dict[str, int], kind: str) -> float:
     """How far a quantized, split module is from the local one; equals the quantized local one."""
+    import diffusers
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     module, make_inputs = models.flux()
     local = copy.deepcopy(module)
     alike = copy.deepcopy(module)
     quantize_(alike, Int8WeightOnlyConfig())
+    config: Any = Int8WeightOnlyConfig()
+    if kind == "diffusers":
+        config = diffusers.TorchAoConfig(config)
     ready = prepare(
         module,
         degrees=Degrees(**degrees),
         parallel=ParallelConfig(**degrees),
-        prepare=PrepareConfig(threads=1, quantize=Int8WeightOnlyConfig()),
+        prepare=PrepareConfig(threads=1, quantize=config),
         device=torch.device("cpu"),
     )
-    call = make_inputs()
+    call = make_inputs(2)
     with torch.no_grad():
         plain, same = local(**call)[0], alike(**call)[0]
     output = ready((), call).output
     if output is not None:
+        own = len(output[0])
+        first = 0 if dist.get_rank() == 0 else 2 - own
+        plain, same = plain[first : first + own], same[first : first + own]
         assert float((output[0] - same).abs().max()) <= 1e-5 * float(same.abs().max())
     return float((plain - same).abs().max() / plain.abs().max())
