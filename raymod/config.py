@@ -46,7 +46,7 @@ class ParallelConfig:
     batch. With degrees alone the number of workers is their product. With both, they must agree.
 
     Attributes:
-        workers: Number of ranks.
+        workers: Number of ranks. 0: one in this process, without Ray, for debugging.
         batch_degree: Ways to divide the call's batch.
         ulysses_degree: Ways to divide the sequence, exchanging tokens for heads in attention
             (DeepSpeed-Ulysses, arXiv:2309.14509).
@@ -68,7 +68,9 @@ class ParallelConfig:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("workers", "batch_degree", "ulysses_degree", "ring_degree", "tp_degree"):
+        if self.workers != 0 or isinstance(self.workers, bool):
+            _check_count("workers", self.workers)
+        for name in ("batch_degree", "ulysses_degree", "ring_degree", "tp_degree"):
             _check_count(name, getattr(self, name))
         _check_type("verify", self.verify, bool)
         for name in ("ring_degree", "tp_degree"):
@@ -78,7 +80,11 @@ class ParallelConfig:
                     f"(Ulysses) only. Use batch_degree or ulysses_degree instead."
                 )
         product = self._product()
-        if self.workers is not None and self.has_degrees and product != self.workers:
+        if self.workers == 0 and product > 1:
+            raise ConfigError(
+                f"workers=0 is one rank in this process, which divides nothing: {self._factors()}"
+            )
+        if self.workers and self.has_degrees and product != self.workers:
             raise ConfigError(
                 f"the degrees do not multiply to the number of workers: {self._factors()} = "
                 f"{product}, but workers={self.workers}. Drop workers, or change a degree."
@@ -95,6 +101,8 @@ class ParallelConfig:
     @property
     def world_size(self) -> int | None:
         """Number of ranks, or None where nothing says it."""
+        if self.workers == 0:
+            return 1
         return self._product() if self.has_degrees else self.workers
 
     def degrees(self, *, sequence: bool, default_world_size: int) -> Degrees:
@@ -104,6 +112,8 @@ class ParallelConfig:
             sequence: Whether the model can be split by sequence; decides where no degree is given.
             default_world_size: Number of ranks where none was asked for.
         """
+        if self.workers == 0:
+            return Degrees()
         if self.has_degrees:
             return Degrees(
                 batch_degree=self.batch_degree or 1, ulysses_degree=self.ulysses_degree or 1

@@ -11,7 +11,7 @@ from torch import nn
 from raymod import weights as weight_sources
 from raymod.api.options import Options, check_module, check_prepare, options
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
-from raymod.gang import Gang, Tenant, Undecided
+from raymod.gang import Gang, HereGang, Tenant, Undecided
 from raymod.module import RemoteModule, make_stub
 
 __all__ = ["from_loader", "from_pretrained"]
@@ -147,7 +147,9 @@ def from_loader(
     return _stub_of_skeleton(skeletons[0], started, asked)
 
 
-def _stub_of_skeleton(skeleton: nn.Module, started: Gang | Tenant, asked: Options) -> RemoteModule:
+def _stub_of_skeleton(
+    skeleton: nn.Module, started: Gang | HereGang | Tenant, asked: Options
+) -> RemoteModule:
     try:
         return make_stub(
             skeleton,

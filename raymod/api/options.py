@@ -15,7 +15,7 @@ from raymod.calls import pack
 from raymod.calls.values import DriverValues
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError, UnsupportedError
-from raymod.gang import Gang, Tenant, Undecided, default_world_size
+from raymod.gang import Gang, HereGang, Tenant, Undecided, default_world_size
 from raymod.module import RemoteModule
 from raymod.weights import Offer
 
@@ -69,7 +69,7 @@ class Options:
 
     def start(
         self, offer: Offer, degrees: Degrees | Undecided, module: nn.Module | None = None
-    ) -> Gang | Tenant:
+    ) -> Gang | HereGang | Tenant:
         """A gang with what is on offer.
 
         Args:
@@ -77,6 +77,10 @@ class Options:
             degrees: How many ways along each split.
             module: The module, where this process has it or a skeleton.
         """
+        if self.parallel.workers == 0:
+            return HereGang.start(
+                load=offer, degrees=degrees, parallel=self.parallel, prepare=self.prepare
+            )
         by_batch = isinstance(degrees, Degrees) and degrees.batch_degree > 1
         is_chosen = by_batch and not self.parallel.has_degrees
         warnings = (plans.by_batch_only(module),) if is_chosen and module is not None else ()
@@ -120,12 +124,15 @@ def options(
     """
     shared: Gang | None = None
     config: Any = gang
+    wanted_parallel = _parallel(parallel, **shorthand)
+    if wanted_parallel.workers == 0 and gang is not None:
+        raise ConfigError("workers=0 is one rank in this process: there is no gang= to configure")
     if isinstance(gang, RemoteModule):
         shared, config = _gang_of(gang), None
     wanted = _instance("prepare", prepare, PrepareConfig)
     values = DriverValues()
     return Options(
-        _parallel(parallel, **shorthand),
+        wanted_parallel,
         replace(wanted, cache=values.take(wanted.cache)),
         _instance("gang", config, GangConfig),
         values,
@@ -139,7 +146,12 @@ def _gang_of(stub: RemoteModule) -> Gang:
             f"gang= is a {type(stub).__name__} that was closed; its ranks are gone, so nothing can "
             f"run on them."
         )
-    gang: Gang | Tenant = stub.gang
+    gang: Gang | HereGang | Tenant = stub.gang
+    if isinstance(gang, HereGang):
+        raise ConfigError(
+            "gang= is a stub with workers=0, which has no ranks to share: wrap this one with "
+            "workers=0 as well."
+        )
     return gang.gang if isinstance(gang, Tenant) else gang
 
 

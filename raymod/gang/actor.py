@@ -79,9 +79,11 @@ class RankActor:
             if self.broken is not None:
                 raise self.broken
             from raymod.worker import Worker
+            from raymod.worker.host import quiet
             from raymod.worker.imports import import_all
 
             self.worker = Worker(**pickle.loads(seat))
+            quiet(self.worker.rank)
             import_all(imports)
             return {"info": self.worker.hello()}
         except Exception as error:

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 from raymod.calls.values import DriverValues
 from raymod.errors import (
     ConfigError,
-    PackError,
     RaymodError,
     StubClosedError,
     UnsupportedError,
     WeightsError,
 )
 from raymod.module.adapters import AdapterReport
+from raymod.module.inputs import checked_inputs
 from raymod.module.methods import stub_class
 from raymod.module.record import Record
 from raymod.module.sides import Contexts, LocalWeights, Method, RanksProtocol, Sides
@@ -97,12 +97,7 @@ class RemoteModule(nn.Module):
             GangError: A rank died or did not answer in time.
         """
         state = self._open("call it")
-        inputs = _tensors((args, kwargs))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-            raise UnsupportedError(
-                "an input requires gradients, and the ranks run inference only: call the module "
-                "under torch.no_grad(), detach the input, or unwrap the module to train it."
-            )
+        inputs = checked_inputs(args, kwargs)
         output = state.sides.forward(args, kwargs, state.entered)
         device = inputs[0].device if inputs else state.device
         if device.type == "cpu":
@@ -404,16 +399,6 @@ _OFFLOADS_PARTS = ("AlignDevicesHook", "SequentialHook")
 _HOOKS = ("_compiled_call_impl", "_diffusers_hook", "_hf_hook", "_old_forward", "hf_device_map")
 
 
-def _tensors(call: Any) -> list[torch.Tensor]:
-    try:
-        return [leaf for leaf in pytree.tree_leaves(call) if _is_tensor(leaf)]
-    except RecursionError as error:
-        raise PackError(
-            "an argument is a container that holds itself, or containers nested thousands deep: "
-            "neither can be sent to the ranks"
-        ) from error
-
-
 def _shared(original: nn.Module) -> dict[str, Any]:
     """What a stub takes over: all but what would lead a call past it, to the local module.
 
@@ -449,7 +434,3 @@ def _fetch(state: _State, freed: LocalWeights) -> None:
         raise WeightsError(f"{lost}.") from error
     freed.restore(values)
     state.sides.freed = None
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)

@@ -143,6 +143,7 @@ class Worker:
         self._gpu_ids = gpu_ids
         self.transport = transport
         self._store: TCPStore | None = None
+        self._has_joined = False
         self._receiver: weights.Receiver | None = None
         self._split: SplitModule | None = None
         self.undo: Any = None
@@ -151,7 +152,6 @@ class Worker:
         self._work = _Work()
         gpu_count = torch.cuda.device_count() if gpu_ids else 0
         self.device, self._warnings = host.choose_device(gpu_ids, os.environ, gpu_count)
-        host.quiet(rank)
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -197,6 +197,7 @@ class Worker:
         self, address: str, port: int, *, own_address: str, timeout_s: float, limit_s: float
     ) -> None:
         """Join the group of all ranks; see `raymod.worker.group.join`."""
+        self._has_joined = True
         group.join(
             store=self._store,
             address=address,
@@ -369,7 +370,8 @@ class Worker:
         """Leave the group and let go of the module. Twice is not worse."""
         self._split = self.module = self._store = None
         self._others.clear()
-        group.leave()
+        if self._has_joined:  # else the group is the user's
+            group.leave()
 
     # -- within --------------------------------------------------------------------------------
 

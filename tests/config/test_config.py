@@ -22,8 +22,15 @@ def test_frozen_and_keyword_only(kind: Any) -> None:
         kind(no_such_option=1)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
-@pytest.mark.parametrize("name", ["workers", "batch_degree", "ulysses_degree", "tp_degree"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (name, value)
+        for name in ("workers", "batch_degree", "ulysses_degree", "tp_degree")
+        for value in (0, -1, 1.5, "2", True, False)
+        if (name, value) != ("workers", 0) or value is False
+    ],
+)
 def test_counts_are_positive_integers(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         ParallelConfig(**{name: value})
