@@ -77,7 +77,7 @@ def test_any_sequence_of_changes() -> None:
             assert difference(call(plain, 0.6), call(stub, 0.6)) == 0
 
 
-def test_it_is_prepared_as_ranks_are() -> None:
+def test_it_is_prepared_as_ranks_are() -> None:  # R109
     def extra(module: nn.Module, info: raymod.RankInfo) -> nn.Module:
         SEEN.append(info.pid)
         return module

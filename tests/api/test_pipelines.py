@@ -218,7 +218,7 @@ def test_a_plain_module_is_split_by_batch_and_says_so(ray_session: Any) -> None:
             assert difference(expected, stub(x, t)) <= TOLERANCE
 
 
-def test_whatever_nests(ray_session: Any) -> None:
+def test_whatever_nests(ray_session: Any) -> None:  # R56
     call = (
         torch.randn(3, 2),
         [None, True, 1.5, "text", torch.arange(4), (torch.randn(2).bfloat16(), [])],

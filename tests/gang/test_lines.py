@@ -206,14 +206,14 @@ def test_what_has_not_changed_is_not_sent_again(echo: Gang) -> None:
         assert sums(echo, made_there) == 0
 
 
-def test_what_a_rank_wrote_over_is_sent_unspoilt(echo: Gang) -> None:
+def test_what_a_rank_wrote_over_is_sent_unspoilt(echo: Gang) -> None:  # R59
     embeddings = torch.randn(EMBEDDINGS)
     for _ in range(3):
         echo.call((torch.randn(LATENTS), embeddings), {"mode": "write"})
         assert sums(echo, torch.randn(LATENTS), embeddings) >= 0
 
 
-def test_the_last_call_says_where_time_and_bytes_went(echo: Gang) -> None:
+def test_the_last_call_says_where_time_and_bytes_went(echo: Gang) -> None:  # R60, R61
     x, other = torch.randn(LATENTS), torch.randn(EMBEDDINGS)
     echo.call((x, other), {})
     echo.call((torch.randn(LATENTS), other), {})

@@ -109,7 +109,7 @@ def test_each_family_is_built_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_same_result_as_plain(family: str) -> None:
+def test_same_result_as_plain(family: str) -> None:  # R50, R68
     pair = twins(ALL[family])
     first = compare(pair)
     assert torch.equal(compare(pair), first)  # and nothing is left behind by the first run

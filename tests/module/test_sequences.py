@@ -25,7 +25,7 @@ def call(module: Any, scale: float | None = None) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["shared", "freed", "rebuilt"])
 @pytest.mark.parametrize("seed", range(2))
-def test_any_sequence_of_changes(seed: int, kind: str) -> None:
+def test_any_sequence_of_changes(seed: int, kind: str) -> None:  # R112, R113
     """`freed`: without local weights; `rebuilt`: the ranks are started anew in between."""
     plain, module = flux(), flux()
     ranks = Ranks(module, 2)

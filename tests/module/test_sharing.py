@@ -45,7 +45,7 @@ def test_from_pipe_casts_both() -> None:
     assert {w.module.dtype for w in pipe.transformer.gang.workers} == {torch.float32}
 
 
-def test_two_stubs_in_one_pipeline_have_gangs_of_their_own() -> None:
+def test_two_stubs_in_one_pipeline_have_gangs_of_their_own() -> None:  # R66
     plain, pipe, arguments = twins(FAMILIES["wan_of_two"])
     assert pipe.transformer.gang is not pipe.transformer_2.gang
     compare((plain, pipe, arguments))
@@ -124,7 +124,7 @@ OFFLOADS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", OFFLOADS)
-def test_the_rest_of_a_pipeline_offloads(kind: str) -> None:
+def test_the_rest_of_a_pipeline_offloads(kind: str) -> None:  # R63
     """The device is the CPU here; that something is freed on an accelerator is not seen."""
     (plain, arguments), (pipe, _) = controlnet(), controlnet()
     original = pipe.unet
@@ -162,7 +162,7 @@ def test_hooks_from_before_stay_with_the_original() -> None:
     assert original.__dict__["forward"] is forward
 
 
-def test_loading_a_lora_leaves_offloading_alone() -> None:
+def test_loading_a_lora_leaves_offloading_alone() -> None:  # R64
     """The loaders take hooks off and put them on again; none of that reaches the stub's parts."""
     from tests.module.sequences import lora
 

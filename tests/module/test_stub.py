@@ -39,7 +39,7 @@ def test_it_is_an_instance_of_the_originals_class(flux: Any) -> None:
     assert vars(module) == before
 
 
-def test_the_call_reaches_the_ranks_positional_and_keyword(flux: Any) -> None:
+def test_the_call_reaches_the_ranks_positional_and_keyword(flux: Any) -> None:  # R54
     module, make_inputs = flux
     stub, ranks = stub_of(module)
     inputs = make_inputs(2, return_dict=True)
@@ -81,7 +81,7 @@ def test_what_was_set_on_the_instance_leads_no_call_past_the_ranks() -> None:
     assert vars(module).keys() == before.keys()
 
 
-def test_inputs_that_want_gradients_are_refused(flux: Any) -> None:
+def test_inputs_that_want_gradients_are_refused(flux: Any) -> None:  # R95
     module, make_inputs = flux
     stub, ranks = stub_of(module)
     inputs = make_inputs(1)
@@ -134,7 +134,7 @@ def test_to_a_device_moves_nothing_and_is_remembered(flux: Any) -> None:
         (lambda m: m.to(dtype=torch.float64).float(), torch.float32),
     ],
 )
-def test_to_a_dtype_changes_both_sides(flux: Any, cast: Any, dtype: torch.dtype) -> None:
+def test_to_a_dtype_changes_both_sides(flux: Any, cast: Any, dtype: torch.dtype) -> None:  # R62
     module, _ = flux
     stub, ranks = stub_of(module)
     parameter = module.proj_out.weight
@@ -167,7 +167,7 @@ def test_attributes_are_set_on_every_rank(flux: Any) -> None:
         del stub.proj_out
 
 
-def test_copies_and_pickles_are_refused_with_the_way_out(flux: Any) -> None:
+def test_copies_and_pickles_are_refused_with_the_way_out(flux: Any) -> None:  # R53
     module, _ = flux
     stub, _ = stub_of(module)
     for make in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -271,7 +271,7 @@ def test_a_dtype_is_that_of_the_plain_model_weight_by_weight(cast: Any) -> None:
         assert {name: value.dtype for name, value in side.state_dict().items()} == expected
 
 
-def test_parameters_are_those_of_the_driver_s_module_and_are_never_none(flux: Any) -> None:
+def test_parameters_are_those_of_the_driver_s_module_and_are_never_none(flux: Any) -> None:  # R51
     module, _ = flux
     stub, ranks = stub_of(module)
     assert next(stub.parameters()) is next(module.parameters())

@@ -76,7 +76,7 @@ def _is_descriptor(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("base", BASES, ids=lambda base: base.__name__)
-def test_every_member_is_in_the_table(base: type) -> None:
+def test_every_member_is_in_the_table(base: type) -> None:  # R52
     missing = set(public_members(base)) - set().union(*TABLES) - DATA
     assert not missing, f"{base.__name__} has methods that raymod.module.surface does not know"
 

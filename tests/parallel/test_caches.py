@@ -32,7 +32,7 @@ def check(seen: list[dict[str, Any]], *, skips: bool = True) -> None:
 
 
 @pytest.mark.parametrize("config", EVERYWHERE)
-def test_split_by_sequence(ranks: World, config: str) -> None:
+def test_split_by_sequence(ranks: World, config: str) -> None:  # R96
     check(ranks(2)(caching.run, "flux", config, ULYSSES))
     check(ranks(2)(caching.run, "wan", config, ULYSSES))
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from raymod.config import Degrees, ParallelConfig, PrepareConfig
 from raymod.errors import ConfigError, UnsupportedError
 from raymod.prepare import prepare
 from tests import models
+from tests.parallel import plain
 from tests.parallel.test_sequence import World
 
 
@@ -44,7 +48,7 @@ def run(degrees: dict[str, int], backend: str, cache: bool = False) -> dict[str,
 
 
 @pytest.mark.parametrize("backend", ["eager"])
-def test_compiled_and_split(ranks: World, backend: str) -> None:
+def test_compiled_and_split(ranks: World, backend: str) -> None:  # R106
     for seen in ranks(2)(run, {"ulysses_degree": 2}, backend):
         assert seen["worst"] <= 1e-5
         assert seen["graphs"][0] >= 1
@@ -80,7 +84,55 @@ class Marked(nn.Linear):
         return super().forward(x)
 
 
-def test_the_order() -> None:
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_ranks_that_compile_keep_apart_what_they_keep(ranks: World, tmp_path: Path) -> None:
+    """R104, R105: in one folder: new, with one rank's entries spoiled, and gone."""
+    for number in range(3):
+        for difference in ranks(2)(inductor, str(tmp_path)):
+            assert difference <= 1e-5
+        folders = sorted(path.name for path in tmp_path.iterdir())
+        assert folders == ["raymod-rank-0", "raymod-rank-1"]
+        graphs = [p for p in (tmp_path / "raymod-rank-1" / "fxgraph").rglob("*") if p.is_file()]
+        assert graphs
+        if number == 0:
+            for path in graphs:
+                path.write_bytes(b"spoiled")
+        elif number == 1:
+            shutil.rmtree(tmp_path / "raymod-rank-1")
+
+
+def inductor(folder: str) -> float:
+    """The largest difference between a compiled, divided module and the plain one."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        module = plain.Denoiser()
+        local = copy.deepcopy(module)
+        degrees = {"batch_degree": 2}
+        ready = prepare(
+            module,
+            degrees=Degrees(**degrees),
+            parallel=ParallelConfig(**degrees),
+            prepare=PrepareConfig(threads=1, compile=True),
+            device=torch.device("cpu"),
+        )
+        call = {"x": torch.ones(2, 5, 8), "time": torch.rand(2)}
+        with torch.no_grad():
+            whole = local(**call)
+        share = ready((), call)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+        first = dist.get_rank()
+        return float((share.output - whole[first : first + 1]).abs().max())
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def test_the_order() -> None:  # R108
     module = Marked()
     prepare(
         module,

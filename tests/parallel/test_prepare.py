@@ -22,7 +22,7 @@ def forget_to_return(module: nn.Module, info: object) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_report_says_what_is_in_effect(ranks: World, size: int) -> None:
+def test_the_report_says_what_is_in_effect(ranks: World, size: int) -> None:  # R70, R87
     for report in ranks(size)(cases.report_of, "qwenimage", {"ulysses_degree": size}):
         assert report.degrees == Degrees(ulysses_degree=size)
         assert (report.hooks, report.attentions, report.threads) == (9, 2, 1)
