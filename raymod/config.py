@@ -237,6 +237,8 @@ class GangConfig:
             that are still joining.
         call_timeout_s: Limit for one call, in seconds.
         close_timeout_s: Limit for a graceful close, in seconds; what is left then is killed.
+        max_restarts: How many times a gang that has lost a rank is started anew by itself, with
+            its weights and all that has changed since, and the call repeated.
         cpus_per_rank: Ray CPUs of a rank. None: one, or the fraction that fits the machine.
         gpus_per_rank: Ray GPUs of a rank, fractions allowed. None: one where the cluster has
             GPUs, else none.
@@ -264,6 +266,7 @@ class GangConfig:
     start_timeout_s: float = 600.0
     call_timeout_s: float = 1800.0
     close_timeout_s: float = 10.0
+    max_restarts: int = 1
     cpus_per_rank: float | None = None
     gpus_per_rank: float | None = None
     placement_strategy: str = "PACK"
@@ -283,6 +286,8 @@ class GangConfig:
     def __post_init__(self) -> None:
         for name in ("start_timeout_s", "call_timeout_s", "close_timeout_s"):
             _check_seconds(name, getattr(self, name))
+        if self.max_restarts != 0 or isinstance(self.max_restarts, bool):
+            _check_count("max_restarts", self.max_restarts)
         for name in ("cpus_per_rank", "gpus_per_rank"):
             _check_amount(name, getattr(self, name))
         for name in ("forward_env", "overwrite_env", "all_gpus_visible", "self_test"):

@@ -154,7 +154,6 @@ def _stub_of_skeleton(
         return make_stub(
             skeleton,
             started,
-            report=started.report,
             device=torch.device("cpu"),
             freed=weight_sources.vacant(skeleton),
             from_local=False,

@@ -68,7 +68,12 @@ class Options:
         return degrees
 
     def start(
-        self, offer: Offer, degrees: Degrees | Undecided, module: nn.Module | None = None
+        self,
+        offer: Offer,
+        degrees: Degrees | Undecided,
+        module: nn.Module | None = None,
+        *,
+        keep_local: bool = True,
     ) -> Gang | HereGang | Tenant:
         """A gang with what is on offer.
 
@@ -76,6 +81,7 @@ class Options:
             offer: The weights.
             degrees: How many ways along each split.
             module: The module, where this process has it or a skeleton.
+            keep_local: Whether this process keeps what it has.
         """
         if self.parallel.workers == 0:
             return HereGang.start(
@@ -84,6 +90,7 @@ class Options:
         by_batch = isinstance(degrees, Degrees) and degrees.batch_degree > 1
         is_chosen = by_batch and not self.parallel.has_degrees
         warnings = (plans.by_batch_only(module),) if is_chosen and module is not None else ()
+        again = offer.again if keep_local or not offer.from_here else None
         if self.shared is not None:
             if isinstance(degrees, Undecided):
                 raise ConfigError("a module that only the ranks load needs a gang of its own")
@@ -94,6 +101,7 @@ class Options:
                 parallel=self.parallel,
                 prepare=self.prepare,
                 timeout_s=self.gang.start_timeout_s,
+                again=again,
             )
         return Gang.start(
             config=self.gang,
@@ -102,6 +110,7 @@ class Options:
             parallel=self.parallel,
             prepare=self.prepare,
             warnings=warnings,
+            again=again,
         )
 
 

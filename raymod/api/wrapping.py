@@ -113,7 +113,7 @@ def _wrapped_in_place(
     module = place.module
     device = _device_of(module)
     with weight_sources.offer(weights, module) as offer:
-        started = asked.start(offer, degrees, module)
+        started = asked.start(offer, degrees, module, keep_local=keep_local)
     try:
         if any(parameter.is_meta for parameter in module.parameters()):
             freed: weight_sources.Freed | None = weight_sources.vacant(module)
@@ -122,7 +122,6 @@ def _wrapped_in_place(
         stub = make_stub(
             module,
             started,
-            report=started.report,
             device=device,
             freed=freed,
             from_local=freed is None and weights in ("auto", "memory"),

@@ -3,60 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from raymod.calls import Packed, pack, unpack
+from raymod.calls import pack, unpack
 from raymod.calls.joining import join
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
-from raymod.errors import (
-    CallTimeoutError,
-    ConfigError,
-    GangError,
-    GangFailedError,
-    RankDiedError,
-    RankError,
-    StubClosedError,
-)
+from raymod.errors import ConfigError, GangError, RankDiedError, StubClosedError
+from raymod.gang.asking import Asking
 from raymod.gang.health import ask_health
-from raymod.gang.interrupts import interrupt_deferred
 from raymod.gang.progress import Progress
-from raymod.gang.ranks import Member, Outcome, in_step, judge
+from raymod.gang.ranks import Member
 from raymod.gang.reports import CallReport, GangReport
+from raymod.gang.restarts import Restarts
 from raymod.gang.start import Asked, Existing, Undecided, start
-from raymod.gang.telling import Warner, first_line
-from raymod.transport import CannotOpenError, RayTransport, Transport
+from raymod.gang.telling import Warner
+from raymod.transport import RayTransport, Transport
 from raymod.weights import Offer
-from raymod.worker import Health, Reply, Worker
+from raymod.worker import Health, Worker
 
 __all__ = ["Gang"]
-
-logger = logging.getLogger(__name__)
-
-_TURN_SLICE_S = 0.5
-_STEP_TEST_S = 5.0
-_SILENT_S = 0.5
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What was last seen of a gang.
-
-    Attributes:
-        failure: What ended it, if anything did.
-        closing: Whether `close` was called.
-        closed: Whether everything is gone.
-    """
-
-    failure: GangError | None = None
-    closing: bool = False
-    closed: bool = False
 
 
 class Gang:
@@ -68,27 +39,29 @@ class Gang:
     Attributes:
         report: How it was started.
         last_call: Where the time and the bytes of the last call went; None before it.
+        restarts: What it takes to start the ranks anew.
         on_rebuilt: Called with the gang when its ranks were started anew and have loaded the
             module, before anything else: gives them what changed since the first start.
     """
 
     def __init__(
-        self, asked: Asked, existing: Existing, report: GangReport, warner: Warner | None = None
+        self,
+        asked: Asked,
+        existing: Existing,
+        report: GangReport,
+        warner: Warner | None = None,
+        restarts: Restarts | None = None,
     ) -> None:
         self.report = report
+        self.restarts = restarts or Restarts(asked)
         self.last_call: CallReport | None = None
         self.on_rebuilt: Callable[[Gang], None] | None = None
         self._asked = asked
-        self._existing = existing
-        self._seen = _Seen()
-        self._turn = threading.Lock()
-        # Ray's promises of a call that was interrupted; the ranks are still at it
-        self._flight: dict[Any, Member] = {}
-        self._asked_at = 0.0
+        self._asking = Asking(existing, asked.config.call_timeout_s)
+        self._calls: Counter[int] = Counter()  # by seat
         self._warner = warner or Warner()
         self._seats = itertools.count(1)
-        self._finalizer = weakref.finalize(self, existing.cleanup.run_apart)
-        self._finalizer.atexit = False  # the clean-up has its own place at the exit
+        self._finalizer = self._finalized_by(existing)
 
     @classmethod
     def start(
@@ -102,6 +75,7 @@ class Gang:
         progress: Callable[[str], None] | None = None,
         transport: Transport | None = None,
         warnings: tuple[str, ...] = (),
+        again: Callable[[], Offer] | None = None,
     ) -> Gang:
         """Start the ranks, give them the module and let them split it: all or nothing.
 
@@ -116,6 +90,7 @@ class Gang:
             transport: How calls travel to ranks that share no memory with this process. None:
                 through Ray's object store.
             warnings: What the user should know before it starts.
+            again: Offers the weights once more, should the ranks have to be started anew.
 
         Raises:
             CapacityError: The cluster does not have what the ranks need.
@@ -136,14 +111,8 @@ class Gang:
         warner.warn((*warnings, *load.warnings))
         with Progress(progress) as steps:
             existing = start(asked, load, steps)
-        report = GangReport(
-            ranks=existing.infos,
-            phases=steps.phases,
-            split=existing.split,
-            warnings=tuple(dict.fromkeys((*warnings, *existing.warnings))),
-            near=existing.lines.near,
-        )
-        gang = cls(asked, existing, report, warner)
+        report = _report(existing, steps.phases, warnings)
+        gang = cls(asked, existing, report, warner, Restarts(asked, again, progress))
         warner.warn(report.warnings)
         return gang
 
@@ -155,12 +124,12 @@ class Gang:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._seen.closing
+        return self._asking.seen.closing
 
     @property
     def members(self) -> tuple[Member, ...]:
         """The ranks as the driver knows them."""
-        return self._existing.members
+        return self._asking.existing.members
 
     def next_seat(self) -> int:
         """A number for a further module on these ranks."""
@@ -195,21 +164,42 @@ class Gang:
             GangFailedError: The gang had ended before.
             StubClosedError: The gang was closed.
         """
-        self._check_open()
-        lines = self._existing.lines
+        self._refuse_if_closed()
+        while True:
+            number = self.restarts.number
+            try:
+                return self._call(args, kwargs, contexts, seat)
+            except RankDiedError:
+                with self._asking.turn:  # in which another thread may start the ranks anew
+                    if number == self.restarts.number and not self._is_lost():
+                        raise
+
+    def _call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        contexts: tuple[tuple[str, Mapping[str, Any]], ...],
+        seat: int,
+    ) -> Any:
         began = time.monotonic()
         call = (tuple(args), dict(kwargs), tuple(contexts), seat)
         packed = pack(call, what="argument", as_it_is=True, dense=True)
         pack_s = time.monotonic() - began
-        with self._my_turn():
+        with self._asking.my_turn(self._restart_if_lost):
+            lines = self._asking.existing.lines
             began = time.monotonic()
             sent = lines.send(packed)
-            replies = self._exchange(
-                lambda member: lines.ask(member, "forward", sent),
-                self._asked.config.call_timeout_s,
-            )
-            received = self._received(replies)
-            asked = self._asked_at
+            self._calls[seat] += 1
+            try:
+                replies = self._asking.exchange(
+                    lambda member: lines.ask(member, "forward", sent),
+                    self._asked.config.call_timeout_s,
+                )
+                received = self._asking.received(replies)
+            except RankDiedError:
+                self._calls[seat] -= 1
+                raise
+            asked = self._asking.asked_at
         parts = list(map(unpack, received))
         self._warner.warn(text for reply in replies for text in reply.warnings)
         how = next((reply.join for reply in replies if reply.parcel is not None), None)
@@ -252,23 +242,23 @@ class Gang:
             ConfigError: There is no such method or rank.
             GangError: As for `call`.
         """
-        self._check_open()
+        self._refuse_if_closed()
         if isinstance(method, str) and (method.startswith("_") or not hasattr(Worker, method)):
             raise ConfigError(f"a rank has no method {method!r}; give a function of the worker")
         if reply_rank is not None and not 0 <= reply_rank < self.world_size:
             raise ConfigError(f"reply_rank={reply_rank}: there are {self.world_size} ranks")
         limit_s = self._asked.config.call_timeout_s if timeout_s is None else timeout_s
-        lines = self._existing.lines
         packed = pack((method, args, kwargs), what="argument", as_it_is=True)
-        with self._my_turn():
+        with self._asking.my_turn(self._restart_if_lost):
+            lines = self._asking.existing.lines
             sent = lines.send(packed)
-            replies = self._exchange(
+            replies = self._asking.exchange(
                 lambda member: lines.ask(
                     member, "run", sent, replies=reply_rank in (None, member.rank)
                 ),
                 limit_s,
             )
-            received = self._received(replies)
+            received = self._asking.received(replies)
         return list(map(unpack, received))
 
     def health(self, timeout_s: float = 5.0) -> tuple[Health, ...]:
@@ -281,15 +271,82 @@ class Gang:
             GangFailedError: The gang has ended.
             StubClosedError: The gang was closed.
         """
-        self._check_open()
+        self._asking.check_open()
         return ask_health(self.members, timeout_s)
+
+    # -- a new start ---------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """End the ranks if they still live, start them anew and give them all that has changed.
+
+        Raises:
+            GangError: Nobody has the weights any more, or the ranks did not become ready.
+            StubClosedError: The gang was closed.
+        """
+        self._refuse_if_closed()
+        with self._asking.turn:
+            self._start_anew(None)
+
+    def _refuse_if_closed(self) -> None:
+        if self.closed or self._asking.existing.cleanup.is_forked():
+            self._asking.check_open()
+
+    def _restart_if_lost(self) -> None:
+        """Start the ranks anew where a rank has died and that is wanted; in this thread's turn."""
+        if self._is_lost():
+            self.restarts.by_itself += 1
+            self._start_anew(self._asking.seen.failure)
+
+    def _is_lost(self) -> bool:
+        return (
+            not self._asking.seen.closing
+            and self.restarts.covers(self._asking.seen.failure)
+            and self._asking.existing.session.is_live()
+        )
+
+    def _start_anew(self, failure: GangError | None) -> None:
+        why_not = self.restarts.why_not()
+        if why_not:
+            raise GangError(f"the ranks cannot be started anew: {why_not}")
+        if self._asking.seen.failure is None:
+            self._asking.fail(GangError("the ranks are being started anew"))
+        try:
+            existing, phases = self.restarts.start()
+        except GangError as error:
+            raise error from failure
+        self._finalizer.detach()
+        before = self._asking.existing
+        self._asking.go_on_with(existing)
+        self._finalizer = self._finalized_by(existing)
+        before.cleanup.run()
+        if self.closed:
+            existing.cleanup.run()
+            raise StubClosedError("the gang was closed while its ranks were started anew")
+        self.report = _report(existing, phases, self.report.warnings)
+        try:
+            self.resume(0)
+            if self.on_rebuilt is not None:
+                self.on_rebuilt(self)
+        except GangError as error:
+            self.fail(error)
+            raise
+        self.restarts.tell(failure)
+
+    def resume(self, seat: int) -> None:
+        """Let new ranks count the calls of a module from where the ones before them were."""
+        self.call_all(_resume, seat, self._calls[seat])
+
+    def _finalized_by(self, existing: Existing) -> weakref.finalize[Any, Any]:
+        finalizer = weakref.finalize(self, existing.cleanup.run_apart)
+        finalizer.atexit = False  # the clean-up has its own place at the exit
+        return finalizer
 
     # -- end -----------------------------------------------------------------------------------
 
     def fail(self, error: GangError) -> None:
         """End the ranks because of `error`, as if a rank had died; later calls say so."""
-        if self._seen.failure is None:
-            self._end_as_failed(error)
+        if self._asking.seen.failure is None:
+            self._asking.fail(error)
 
     def close(self) -> None:
         """End the ranks and free what they held. Bounded in time; twice is not worse.
@@ -297,15 +354,15 @@ class Gang:
         A call that another thread waits for may finish within `close_timeout_s`; then the ranks
         are killed, and it raises `StubClosedError`.
         """
-        if self._existing.cleanup.is_forked():
+        if self._asking.existing.cleanup.is_forked():
             return  # the ranks go on, for the process that they belong to
-        first = not self._seen.closing
-        self._seen = _Seen(failure=self._seen.failure, closing=True, closed=self._seen.closed)
-        if first and self._seen.failure is None:
+        seen = self._asking.seen
+        self._asking.seen = replace(seen, closing=True)
+        if not seen.closing and seen.failure is None:
             self._close_gracefully()
         self._finalizer.detach()
-        self._existing.cleanup.run()
-        self._seen = _Seen(failure=self._seen.failure, closing=True, closed=True)
+        self._asking.existing.cleanup.run()
+        self._asking.seen = replace(self._asking.seen, closed=True)
 
     def __enter__(self) -> Gang:
         return self
@@ -314,133 +371,25 @@ class Gang:
         self.close()
 
     def _close_gracefully(self) -> None:
-        interrupted = bool(self._flight) and not self._turn.locked()
-        if interrupted or not self._existing.session.is_live():
+        if self._asking.is_stuck() or not self._asking.existing.session.is_live():
             return
         with suppress(Exception):  # what stands in the way is killed
-            lines = self._existing.lines
-            asked = {lines.ask(m, "answer", "close"): m for m in self._existing.members}
+            lines = self._asking.existing.lines
+            asked = {lines.ask(m, "answer", "close"): m for m in self._asking.existing.members}
             limit_s = self._asked.config.close_timeout_s
             lines.collect(asked, deadline=time.monotonic() + limit_s)
 
-    # -- within --------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._existing.cleanup.is_forked():
-            raise StubClosedError(
-                "this process was forked off the one that the ranks belong to: call them there, "
-                "or wrap the module here anew"
-            )
-        if self._seen.closing:
-            raise StubClosedError("the gang was closed; its ranks are gone")
-        if self._seen.failure is None and not self._existing.session.is_live():
-            self._end_as_failed(
-                RankDiedError("Ray was shut down in this process, and the ranks with it")
-            )
-        failure = self._seen.failure
-        if failure is not None:
-            raise GangFailedError(
-                f"the gang ended in an earlier failure "
-                f"({type(failure).__name__}: {first_line(failure)})"
-            ) from failure
+def _resume(worker: Any, seat: int, calls: int) -> None:
+    with worker.at(seat):
+        worker.resume(calls)
 
-    @contextmanager
-    def _my_turn(self) -> Iterator[None]:
-        """One request at a time, so that every rank sees the same order."""
-        while not self._turn.acquire(timeout=_TURN_SLICE_S):
-            self._check_open()
-        try:
-            self._check_open()
-            self._finish_interrupted()
-            yield
-        finally:
-            self._turn.release()
 
-    def _exchange(self, ask: Callable[[Member], Any], limit_s: float) -> list[Reply]:
-        """Ask all ranks and settle what comes of it."""
-        with interrupt_deferred():  # asked by half, the ranks that were would wait for the others
-            self._flight = {ask(member): member for member in self._existing.members}
-            self._asked_at = time.monotonic()
-        outcome = self._existing.lines.collect(
-            self._flight, deadline=time.monotonic() + limit_s, look=self._check_not_closed
-        )
-        self._flight = {}
-        self._settle(outcome)
-        return [outcome.replies[member.rank] for member in self._existing.members]
-
-    def _finish_interrupted(self) -> None:
-        """Wait for what the ranks are still doing for a call that was interrupted."""
-        if not self._flight:
-            return
-        began, limit_s = time.monotonic(), self._asked.config.call_timeout_s
-        is_said = False
-
-        def look() -> None:
-            nonlocal is_said
-            self._check_not_closed()
-            if not is_said and time.monotonic() - began >= _SILENT_S:
-                is_said = True
-                logger.warning(
-                    "waiting for the ranks to finish the call that was interrupted, at most %g s",
-                    limit_s,
-                )
-
-        outcome = self._existing.lines.collect(self._flight, deadline=began + limit_s, look=look)
-        self._flight = {}
-        try:
-            self._settle(outcome)
-        except RankError:
-            if self._seen.failure is not None:
-                raise
-
-    def _settle(self, outcome: Outcome) -> None:
-        error: GangError | None = judge(outcome, self._existing.members)
-        if error is None and outcome.silent:
-            error = self._late(outcome)
-        if error is None:
-            return
-        if self._seen.closing:
-            raise StubClosedError("the gang was closed during the call") from error
-        if not (isinstance(error, RankError) and self._is_in_step(outcome)):
-            self._end_as_failed(error)
-        raise error
-
-    def _is_in_step(self, outcome: Outcome) -> bool:
-        """Whether the ranks, all of which raised alike, can go on; tried with a collective."""
-        if not in_step(outcome, self.world_size):
-            return False
-        limit = time.monotonic() + _STEP_TEST_S
-        lines = self._existing.lines
-        with interrupt_deferred():
-            asked = {
-                lines.ask(m, "answer", "self_test", _STEP_TEST_S): m for m in self._existing.members
-            }
-        tested = lines.collect(asked, deadline=limit)
-        return judge(tested, self._existing.members) is None and not tested.silent
-
-    def _late(self, outcome: Outcome) -> CallTimeoutError:
-        late = ", ".join(str(m) for m in self._existing.members if m.rank in outcome.silent)
-        return CallTimeoutError(
-            f"no answer from {late} within {outcome.waited_s:.1f} s; the gang was ended. A longer "
-            f"limit is set with GangConfig(call_timeout_s=...)"
-        )
-
-    def _end_as_failed(self, error: GangError) -> None:
-        self._seen = _Seen(failure=error, closing=self._seen.closing, closed=self._seen.closed)
-        self._existing.ranks.run()
-
-    def _check_not_closed(self) -> None:
-        if self._seen.closed:
-            raise StubClosedError("the gang was closed during the call")
-
-    def _received(self, replies: list[Reply]) -> list[Packed]:
-        """What the ranks sent; in this turn, as their memory is used again in the next."""
-        receive = self._existing.lines.receive
-        try:
-            return [receive(reply.rank, reply.parcel) for reply in replies if reply.parcel]
-        except CannotOpenError as error:
-            if self._seen.closing:
-                raise StubClosedError("the gang was closed during the call") from error
-            gone = RankDiedError(f"a rank ended before what it sent could be read: {error}")
-            self._end_as_failed(gone)
-            raise gone from error
+def _report(existing: Existing, phases: Mapping[str, float], said: tuple[str, ...]) -> GangReport:
+    return GangReport(
+        ranks=existing.infos,
+        phases=phases,
+        split=existing.split,
+        warnings=tuple(dict.fromkeys((*said, *existing.warnings))),
+        near=existing.lines.near,
+    )

@@ -14,7 +14,14 @@ import torch
 from raymod.calls import Packed, pack, unpack
 from raymod.calls.joining import join
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
-from raymod.errors import ConfigError, GangError, GangFailedError, RankError, StubClosedError
+from raymod.errors import (
+    ConfigError,
+    GangError,
+    GangFailedError,
+    RankError,
+    StubClosedError,
+    UnsupportedError,
+)
 from raymod.gang.reports import CallReport, GangReport
 from raymod.gang.start import Undecided
 from raymod.gang.telling import Warner, first_line
@@ -158,6 +165,17 @@ class HereGang:
         """See `Gang.health`."""
         self._check_open()
         return (self._worker.health(),)
+
+    def restart(self) -> None:
+        """There is no process to start anew.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "workers=0 is one rank in this process, which cannot be started anew: unwrap the "
+            "module and wrap it again."
+        )
 
     def fail(self, error: GangError) -> None:
         """See `Gang.fail`."""

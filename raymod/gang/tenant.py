@@ -28,12 +28,16 @@ class Tenant:
     Attributes:
         gang: The gang.
         report: How the module was put there.
-        on_rebuilt: Not called: a gang that is started anew has its first module only.
+        on_rebuilt: Called with this when the gang was started anew and has loaded this module too:
+            gives the ranks what changed since.
     """
 
-    def __init__(self, gang: Gang, seat: int, report: GangReport) -> None:
+    def __init__(
+        self, gang: Gang, seat: int, report: GangReport, put_again: Callable[[], Any] | None
+    ) -> None:
         self.gang = gang
         self.report = report
+        self._put_again = put_again
         self.on_rebuilt: Callable[[Any], None] | None = None
         self.last_call: CallReport | None = None
         self._seat = seat
@@ -52,6 +56,7 @@ class Tenant:
         parallel: ParallelConfig,
         prepare: PrepareConfig,
         timeout_s: float,
+        again: Callable[[], Offer] | None = None,
     ) -> Tenant:
         """Give the ranks one more module, all or none.
 
@@ -62,6 +67,7 @@ class Tenant:
             parallel: As for `Gang.start`.
             prepare: As for `Gang.start`.
             timeout_s: Limit for each of loading and splitting, in seconds.
+            again: As for `Gang.start`.
 
         Raises:
             ConfigError: The degrees do not fit the gang.
@@ -79,28 +85,35 @@ class Tenant:
             replies = gang.call_all(_on_some, seat, ranks, method, args, timeout_s=timeout_s)
             return [replies[rank] for rank in ranks]
 
-        began = time.monotonic()
-        try:
+        def put(load: Offer) -> tuple[Any, dict[str, float]]:
+            began = time.monotonic()
             deliver(load, load.ticket, gang.members, ask)
             loaded = time.monotonic()
             options = {"degrees": degrees, "parallel": parallel, "config": prepare}
-            reports: list[Any] = gang.call_all(
-                _at, seat, "prepare", (), options, timeout_s=timeout_s
-            )
+            reports = gang.call_all(_at, seat, "prepare", (), options, timeout_s=timeout_s)
+            phases = {"loading": loaded - began, "splitting": time.monotonic() - loaded}
+            return reports[0], phases
+
+        def put_again() -> None:
+            assert again is not None
+            with again() as load:
+                put(load)
+
+        try:
+            prepared, phases = put(load)
         except BaseException:
             with suppress(RaymodError):
                 gang.call_all("forget", seat)
             raise
-        phases = {"loading": loaded - began, "splitting": time.monotonic() - loaded}
-        warnings = tuple(dict.fromkeys([*load.warnings, *reports[0].warnings]))
+        warnings = tuple(dict.fromkeys([*load.warnings, *prepared.warnings]))
         report = GangReport(
             ranks=gang.report.ranks,
             phases=phases,
-            split=reports[0].split,
+            split=prepared.split,
             warnings=warnings,
             near=gang.report.near,
         )
-        return cls(gang, seat, report)
+        return cls(gang, seat, report, None if again is None else put_again)
 
     @property
     def world_size(self) -> int:
@@ -142,6 +155,11 @@ class Tenant:
         """See `Gang.health`."""
         return self.gang.health(timeout_s)
 
+    def restart(self) -> None:
+        """See `Gang.restart`: it is the ranks of both modules that are started anew."""
+        self._check()
+        self.gang.restart()
+
     def fail(self, error: GangError) -> None:
         """See `Gang.fail`: it ends the other module too."""
         self.gang.fail(error)
@@ -158,14 +176,22 @@ class Tenant:
             raise StubClosedError("this module was closed; the gang that it shared may go on")
         if self._is_lost:
             raise GangFailedError(
-                "the gang that this module shared was started anew, with its first module only: "
-                "unwrap this one and wrap it again"
+                "the gang that this module shared was started anew without it, since nobody else "
+                "had its weights (keep_local=False)"
             )
 
     def _rebuilt(self, gang: Gang) -> None:
-        self._is_lost = True
         if self._tell_next is not None:
             self._tell_next(gang)
+        if self._is_closed:
+            return
+        if self._put_again is None:
+            self._is_lost = True
+            return
+        self._put_again()
+        gang.resume(self._seat)
+        if self.on_rebuilt is not None:
+            self.on_rebuilt(self)
 
 
 def _at(

@@ -13,7 +13,18 @@ from torch import nn
 from raymod.errors import RankFailure, WeightsError
 from raymod.module.undo import Snapshot, overwritten
 
-__all__ = ["FETCH_BYTES", "Outcome", "attempt", "call", "fetch_weights", "make", "run", "settle"]
+__all__ = [
+    "FETCH_BYTES",
+    "Outcome",
+    "attempt",
+    "call",
+    "fetch_weights",
+    "has_cache",
+    "make",
+    "nothing",
+    "run",
+    "settle",
+]
 
 FETCH_BYTES = 256 * 2**20
 
@@ -88,6 +99,15 @@ def attempt(
         failure = RankFailure.of(error, rank=worker.rank, node=worker.node)
         return Outcome(failure=failure, whole=settle(worker, keep=False))
     return Outcome(value=value if returns else None)
+
+
+def nothing(worker: Any) -> None:
+    """Only whether a rank is there."""
+
+
+def has_cache(worker: Any) -> bool:
+    """Whether a step cache is on."""
+    return bool(getattr(worker.module, "is_cache_enabled", False))
 
 
 def settle(worker: Any, keep: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,14 @@ from torch import nn
 
 from raymod.calls.modes import MODES, modes
 from raymod.calls.values import DriverValues
-from raymod.errors import GangError, GangFailedError, RankError
+from raymod.errors import (
+    GangError,
+    GangFailedError,
+    RankDiedError,
+    RankError,
+    RaymodError,
+    WeightsError,
+)
 from raymod.module import on_ranks
 from raymod.module.record import Record
 from raymod.module.undo import Snapshot, overwritten
@@ -35,6 +42,10 @@ class RanksProtocol(Protocol):
 
     on_rebuilt: Callable[[Any], None] | None
 
+    @property
+    def report(self) -> Any:
+        """How they were started, the last time."""
+
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Contexts = ()) -> Any:
         """One forward on the ranks; the output's tensors are on the CPU."""
 
@@ -44,6 +55,12 @@ class RanksProtocol(Protocol):
 
     def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """One method, or function of the worker, on every rank; the replies in rank order."""
+
+    def health(self, timeout_s: float = 5.0) -> tuple[Any, ...]:
+        """How each rank is, also during a call."""
+
+    def restart(self) -> None:
+        """Start the ranks anew, with all that has changed."""
 
     def fail(self, error: GangError) -> None:
         """End the ranks because of `error`."""
@@ -91,7 +108,7 @@ class Sides:
         self._began_adapted = _is_adapted(original)
         self._turn = threading.RLock()
         self._unsettled = False
-        gang.on_rebuilt = record.replay
+        gang.on_rebuilt = self._rebuilt
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Contexts) -> Any:
         """One call of the ranks' module; waits for a change that another thread makes."""
@@ -101,11 +118,41 @@ class Sides:
             in_modes = ((MODES, here),) if here else ()
             return self.gang.call(args, kwargs, (*in_modes, *self.values.contexts(), *contexts))
 
+    def restart(self) -> None:
+        """Start the ranks anew; waits for a call or a change that another thread makes."""
+        with self._turn:
+            self.gang.restart()
+
     def fetch(self) -> dict[str, torch.Tensor]:
         """All weights of rank 0, by name."""
         with self._in_turn():
             self._follow()
+            self._find_dead()
             return on_ranks.fetch_weights(self.gang)
+
+    def restore(self, *, closed: bool) -> None:
+        """Put the local weights back where they were freed.
+
+        Args:
+            closed: Whether the stub was closed.
+
+        Raises:
+            WeightsError: The ranks that held them are gone.
+        """
+        if self.freed is None:
+            return
+        lost = (
+            "the local weights were freed with keep_local=False and the ranks that held them are "
+            "gone; load the module again"
+        )
+        if closed:
+            raise WeightsError(f"{lost}. Next time raymod.unwrap before closing.")
+        try:
+            values = self.fetch()
+        except RaymodError as error:
+            raise WeightsError(f"{lost}.") from error
+        self.freed.restore(values)
+        self.freed = None
 
     def expose(self) -> None:
         """A part of the driver's module is given out, and may be changed from now on."""
@@ -116,6 +163,7 @@ class Sides:
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the ranks' module that changes nothing that has to be kept."""
         with self._in_turn():
+            self._find_dead()
             (value,) = self.gang.call_all(on_ranks.run, method, args, kwargs, reply_rank=0)
         return value
 
@@ -150,6 +198,7 @@ class Sides:
         kwargs = kwargs or {}
         with self._in_turn():
             self._follow()
+            self._find_dead()
             state = torch.get_rng_state()
             with self._taken_back_on_error(method, args, kwargs, local):
                 value = self._locally(method, args, kwargs) if local else None
@@ -174,6 +223,23 @@ class Sides:
 
     # -- within --------------------------------------------------------------------------------
 
+    def _rebuilt(self, gang: RanksProtocol) -> None:
+        """The ranks were started anew: give them what has changed since they first were."""
+        self._unsettled = False  # what was changed by half is gone
+        self.record.replay(gang)
+        if all(gang.call_all(on_ranks.has_cache)):
+            warnings.warn(
+                "the ranks were started anew while a step cache was on. What it had kept of the "
+                "steps before is lost, so a picture that is being made may differ a little from "
+                "one that was not disturbed; the next one will not.",
+                stacklevel=2,
+            )
+
+    def _find_dead(self) -> None:
+        """Notice ranks that have died meanwhile, so that a change begins with ranks that live."""
+        with suppress(RankDiedError):  # the next request is one to new ranks, or says why not
+            self.gang.call_all(on_ranks.nothing)
+
     def _follow(self) -> None:
         """Make on the ranks what was done to the driver's parts, past the stub."""
         config = config_of(self.original)
@@ -188,6 +254,7 @@ class Sides:
 
     def _tell(self, method: Method, what: Any) -> None:
         """Make on the ranks what the driver's module has had done to it already."""
+        self._find_dead()
         self._on_ranks(method, (what,), {}, returns=False)
         self.record.add(method, (what,), {}, group="parts")
         if self.freed is not None:

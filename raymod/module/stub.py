@@ -15,10 +15,8 @@ from torch.utils import _pytree as pytree
 from raymod.calls.values import DriverValues
 from raymod.errors import (
     ConfigError,
-    RaymodError,
     StubClosedError,
     UnsupportedError,
-    WeightsError,
 )
 from raymod.module.adapters import AdapterReport
 from raymod.module.inputs import checked_inputs
@@ -36,7 +34,6 @@ class _State:
     """What a stub has beyond what it shares with the original."""
 
     sides: Sides
-    report: Any
     device: torch.device
     shared: frozenset[str]
     contexts: threading.local = field(default_factory=threading.local)
@@ -119,7 +116,7 @@ class RemoteModule(nn.Module):
     @property
     def report(self) -> Any:
         """How the gang was started: `ranks`, `phases` (seconds), `split`, `warnings`."""
-        return self._raymod.report
+        return self._raymod.gang.report
 
     @property
     def last_call(self) -> Any:
@@ -134,6 +131,28 @@ class RemoteModule(nn.Module):
     def adapters(self) -> Mapping[str, AdapterReport]:
         """Of each LoRA that was loaded through the stub: how many of its weights fitted."""
         return types.MappingProxyType(self._raymod.adapters)
+
+    def health(self, timeout_s: float = 5.0) -> Any:
+        """How each rank is (`state`, `busy_s`, `calls`, `rss_bytes`, `ok`), also during a call.
+
+        Args:
+            timeout_s: Limit in seconds; a rank that has not answered by then is not `ok`.
+
+        Raises:
+            GangFailedError: The gang has ended.
+        """
+        return self._open("answer").gang.health(timeout_s)
+
+    def restart(self) -> None:
+        """Start the ranks anew, after a failure that ended them or at any other time.
+
+        They get the weights from where they came from, and all that has changed since.
+
+        Raises:
+            GangError: Nobody has the weights any more (`keep_local=False`), or the ranks did not
+                become ready.
+        """
+        self._open("restart").sides.restart()
 
     def close(self) -> None:
         """End the ranks. The stub stays in place and says so when it is called.
@@ -340,7 +359,7 @@ class RemoteModule(nn.Module):
 
     def __repr__(self) -> str:
         state = self._raymod
-        what = "closed" if state.closed else getattr(state.report, "split", "on its ranks")
+        what = "closed" if state.closed else state.gang.report.split
         return f"RemoteModule({type(self).__name__}, {what})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -354,7 +373,6 @@ def make_stub(
     original: nn.Module,
     gang: RanksProtocol,
     *,
-    report: Any,
     device: torch.device,
     freed: LocalWeights | None = None,
     from_local: bool = True,
@@ -367,7 +385,6 @@ def make_stub(
     Args:
         original: The driver's module.
         gang: Its ranks.
-        report: How they were started.
         device: Where the module was.
         freed: Its weights, where they were freed.
         from_local: Whether ranks that are started anew would load `original` as it stands then;
@@ -384,7 +401,6 @@ def make_stub(
     stub.__dict__.update(shared)
     stub.__dict__["_raymod"] = _State(
         sides=Sides(original, gang, Record(from_local=from_local), freed, values),
-        report=report,
         device=device,
         shared=frozenset(shared),
         put_back=put_back,
@@ -414,23 +430,7 @@ def _shared(original: nn.Module) -> dict[str, Any]:
 def restore_local(stub: RemoteModule) -> nn.Module:
     """The original of `stub`, with its weights fetched back and its offloading put back on."""
     state = stub._raymod
-    if state.sides.freed is not None:
-        _fetch(state, state.sides.freed)
+    state.sides.restore(closed=state.closed)
     put_back, state.put_back = state.put_back, lambda: None
     put_back()
     return state.original
-
-
-def _fetch(state: _State, freed: LocalWeights) -> None:
-    lost = (
-        "the local weights were freed with keep_local=False and the ranks that held them are "
-        "gone; load the module again"
-    )
-    if state.closed:
-        raise WeightsError(f"{lost}. Next time raymod.unwrap before closing.")
-    try:
-        values = state.sides.fetch()
-    except RaymodError as error:
-        raise WeightsError(f"{lost}.") from error
-    freed.restore(values)
-    state.sides.freed = None

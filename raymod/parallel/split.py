@@ -103,6 +103,10 @@ class Splitter:
             self.reset_caches()  # a step by half must not be built upon
             raise
 
+    def resume(self, calls: int) -> None:
+        """Draw random numbers as after that many calls; for ranks in the place of others."""
+        self._calls = calls
+
     def forget(self) -> None:
         """Check the next call of each kind again; for when the module has changed."""
         self._ways.clear()

@@ -90,6 +90,10 @@ class SplitModule:
         """
         return self._splitter(args, kwargs)
 
+    def resume(self, calls: int) -> None:
+        """Draw random numbers as after that many calls."""
+        self._splitter.resume(calls)
+
     def reset_caches(self) -> None:
         """Forget what step caches hold."""
         self._splitter.reset_caches()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import os
 from abc import ABC, abstractmethod
@@ -95,10 +97,15 @@ class Offer(ABC):
     Attributes:
         warnings: What the user should know about the copy on the ranks.
         imports: Names of modules that a rank will need to load; it may import them before.
+        from_here: Whether the weights are those of this process.
+        again: Offers the same once more, also after `close`: the module as it stands then, or what
+            its source holds. None: nobody has it any more.
     """
 
     warnings: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
+    from_here: bool = False
+    again: Callable[[], Offer] | None = None
 
     @property
     @abstractmethod
@@ -154,10 +161,12 @@ def offer(source: Source, module: nn.Module) -> Offer:
         WeightsError: The module, or the function, cannot be sent, or the checkpoint does not fit.
         ConfigError: Something that is no source.
     """
-    if isinstance(source, str) and source == "memory":
-        return ImageOffer(module)
-    if isinstance(source, str) and source == "auto":
-        return ImageOffer(module, unmodified(module), or_pieces=True)
+    if isinstance(source, str) and source in ("auto", "memory"):
+        auto = source == "auto"
+        offered = ImageOffer(module, unmodified(module) if auto else None, or_pieces=auto)
+        offered.from_here = True
+        offered.again = functools.partial(offer, source, module)
+        return offered
     if isinstance(source, (str, os.PathLike)):
         return _from_checkpoint(source, module)
     if isinstance(source, nn.Module) or not callable(source):
@@ -204,7 +213,10 @@ def _from_checkpoint(source: str | os.PathLike[str], module: nn.Module) -> Offer
             f"{len(found.missing)} weights of the {type(module).__name__} are not in "
             f"{checkpoint.path} ({found.missing[0]}, ...): they are sent as they are here",
         )
-    return ImageOffer(module, found.contents, warnings=warnings)
+    offered = ImageOffer(module, found.contents, warnings=warnings)
+    if not found.missing:
+        offered.keep()
+    return offered
 
 
 class ImageOffer(Offer):
@@ -281,6 +293,11 @@ class ImageOffer(Offer):
             self._file.close()
         self._file = self._image = self._for_pieces = None
 
+    def keep(self) -> None:
+        """Let `again` offer the same, which holds on to the tensors that are in no file."""
+        kept = copy.copy(self)
+        kept.again = self.again = lambda: copy.copy(kept)
+
     def _open_image(self) -> Image:
         if self._image is None:
             raise WeightsError("this offer of weights has been closed")
@@ -306,6 +323,7 @@ class _LoaderOffer(Offer):
                 f"Let it load the weights on the rank: lambda: Cls.from_pretrained(path)."
             )
         self._ticket = LoaderTicket(pickled)
+        self.again = lambda: self
 
     @property
     def ticket(self) -> LoaderTicket:

@@ -72,7 +72,9 @@ def read_pretrained(
     contents, warnings = _place(module, checkpoint, torch_dtype)
     module.register_to_config(_name_or_path=os.fspath(path))  # type: ignore[operator]
     module.eval()
-    return Pretrained(module, ImageOffer(module, contents, warnings=warnings))
+    offered = ImageOffer(module, contents, warnings=warnings)
+    offered.keep()
+    return Pretrained(module, offered)
 
 
 def _check_dtype(dtype: torch.dtype | None) -> None:

@@ -330,6 +330,11 @@ class Worker:
                 return self._failed(error, began, call, done=done)
             return Reply(rank=self.rank, parcel=sent, seconds=time.monotonic() - began)
 
+    def resume(self, calls: int) -> None:
+        """Go on where ranks that are gone were after that many calls."""
+        if self._split is not None:
+            self._split.resume(calls)
+
     @contextmanager
     def at(self, seat: int) -> Iterator[None]:
         """Work on another module that this rank holds; 0 is the one that it was started with."""

@@ -17,7 +17,7 @@ from raymod.errors import ConfigError, UnsupportedError
 from raymod.gang import Gang
 from raymod.module import make_stub
 from tests import models
-from tests.module.standin import Ranks, Report
+from tests.module.standin import Ranks
 
 lock = threading.Lock()
 
@@ -40,7 +40,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stub() -> raymod.RemoteModule:
     module = nn.Linear(2, 2)
-    return make_stub(module, Ranks(module), report=Report(), device=torch.device("cpu"))
+    return make_stub(module, Ranks(module), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_unwrap_needs_something_wrapped() -> None:
 def test_unwrap_puts_the_very_object_back() -> None:
     module = nn.Linear(2, 2)
     ranks = Ranks(module)
-    pipe = Pipe(transformer=make_stub(module, ranks, report=Report(), device=torch.device("cpu")))
+    pipe = Pipe(transformer=make_stub(module, ranks, device=torch.device("cpu")))
     assert raymod.unwrap(pipe) is module
     assert pipe.transformer is module
     assert ranks.closes == 1

@@ -63,7 +63,12 @@ def start(
     **config: Any,
 ) -> Gang:
     """A gang of `ranks`; keyword arguments are those of `GangConfig`."""
-    config = {"start_timeout_s": 120.0, "call_timeout_s": 60.0, "close_timeout_s": 5.0} | config
+    config = {
+        "start_timeout_s": 120.0,
+        "call_timeout_s": 60.0,
+        "close_timeout_s": 5.0,
+        "max_restarts": 0,
+    } | config
     with weights.offer(load, module if module is not None else Probe()) as offer:
         return Gang.start(
             degrees=Degrees(batch_degree=ranks),
@@ -71,6 +76,7 @@ def start(
             load=offer,
             config=GangConfig(**config),
             progress=progress,
+            again=offer.again,
         )
 
 

@@ -66,7 +66,7 @@ def test_more_than_there_is_is_said_within_the_limit() -> None:  # R01
         start(gpus_per_rank=1, start_timeout_s=2)
     assert time.monotonic() - began < 10
     text = str(caught.value)
-    assert "2 ranks want 2 CPU and 2 GPU" in text
+    assert "2 ranks want 0.02 CPU and 2 GPU" in text
     assert "0 of 0 GPU and" in text
     assert "of 4 CPU free on 1 node" in text
 

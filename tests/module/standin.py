@@ -51,6 +51,7 @@ class Ranks:
         self.contexts: list[Any] = []
         self.sent_bytes = 0
         self.closes = 0
+        self.report = Report()
         self.failure: GangError | None = None
         self.on_rebuilt: Callable[[Any], None] | None = None
         self.last_call = None
@@ -112,5 +113,5 @@ def stub_of(
 ) -> tuple[RemoteModule, Ranks]:
     """A stub of `module` on ranks of this process."""
     ranks = ranks or Ranks(module, count)
-    stub = make_stub(module, ranks, report=Report(), device=torch.device("cpu"), **options)
+    stub = make_stub(module, ranks, device=torch.device("cpu"), **options)
     return stub, ranks

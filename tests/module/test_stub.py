@@ -15,7 +15,7 @@ from raymod.errors import ConfigError, PackError, StubClosedError, UnsupportedEr
 from raymod.module import RemoteModule, make_stub, restore_local
 from raymod.weights import free
 from tests import models
-from tests.module.standin import Ranks, Report, stub_of
+from tests.module.standin import Ranks, stub_of
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_what_was_set_on_the_instance_leads_no_call_past_the_ranks() -> None:
     module.forward = lambda x: x * 0  # as offload hooks do
     module.to = lambda *args, **kwargs: module
     before = dict(vars(module))
-    stub = make_stub(module, Ranks(nn.Linear(3, 3)), report=Report(), device=torch.device("cpu"))
+    stub = make_stub(module, Ranks(nn.Linear(3, 3)), device=torch.device("cpu"))
     with torch.no_grad():
         assert stub(torch.ones(1, 3)).abs().sum() > 0
     assert len(stub.gang.calls) == 1
@@ -218,7 +218,7 @@ def test_freed_weights_come_back_into_the_same_parameters(flux: Any, tmp_path: A
         expected = module(**inputs)[0]
     parameters = dict(module.named_parameters())
     ranks = Ranks(module)
-    stub = make_stub(module, ranks, report=Report(), device=torch.device("cpu"), freed=free(module))
+    stub = make_stub(module, ranks, device=torch.device("cpu"), freed=free(module))
     assert all(parameter.is_meta for parameter in stub.parameters())
     assert stub.num_parameters() == sum(p.numel() for p in ranks.module.parameters())
     stub.save_pretrained(tmp_path)

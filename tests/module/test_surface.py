@@ -26,7 +26,7 @@ from raymod.errors import UnsupportedError
 from raymod.module import RemoteModule, make_stub
 from raymod.module.surface import HELPERS, IGNORED, LOCAL, MIRRORED, REFUSED
 from tests import models
-from tests.module.standin import Ranks, Report
+from tests.module.standin import Ranks
 
 TABLES = (set(LOCAL), set(MIRRORED), set(HELPERS), set(IGNORED), set(REFUSED))
 
@@ -109,7 +109,7 @@ def test_the_table_has_no_method_twice_and_nothing_unknown() -> None:
 @pytest.fixture(scope="module")
 def stub() -> RemoteModule:
     module, _ = models.flux()
-    return make_stub(module, Ranks(module), report=Report(), device=torch.device("cpu"))
+    return make_stub(module, Ranks(module), device=torch.device("cpu"))
 
 
 def test_what_is_mirrored_is_not_inherited(stub: RemoteModule) -> None:
