@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raymod.calls import Packed
+from raymod.calls import Packed, pack
 from raymod.errors import (
     CallTimeoutError,
+    ConfigError,
     GangError,
     GangFailedError,
     RankDiedError,
@@ -24,9 +25,9 @@ from raymod.gang.ranks import Member, Outcome, in_step, judge
 from raymod.gang.start import Existing
 from raymod.gang.telling import first_line
 from raymod.transport import CannotOpenError
-from raymod.worker import Reply
+from raymod.worker import Reply, Worker
 
-__all__ = ["Asking"]
+__all__ = ["Asking", "request"]
 
 logger = logging.getLogger(__name__)
 
@@ -212,3 +213,25 @@ class Asking:
             gone = RankDiedError(f"a rank ended before what it sent could be read: {error}")
             self.fail(gone)
             raise gone from error
+
+
+def request(
+    method: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    reply_rank: int | None,
+    world_size: int,
+) -> Packed:
+    """What every rank is asked to run, packed; see `Gang.call_all`.
+
+    Raises:
+        ConfigError: There is no such method or rank.
+        PackError: Part of it cannot travel.
+    """
+    if isinstance(method, str) and (method.startswith("_") or not hasattr(Worker, method)):
+        raise ConfigError(f"a rank has no method {method!r}; give a function of the worker")
+    if reply_rank is not None and not 0 <= reply_rank < world_size:
+        ranks = f"are {world_size} ranks" if world_size > 1 else "is 1 rank"
+        raise ConfigError(f"reply_rank={reply_rank}: there {ranks}")
+    return pack((method, args, dict(kwargs)), what="argument", as_it_is=True)

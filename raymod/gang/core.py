@@ -14,8 +14,8 @@ from typing import Any
 from raymod.calls import pack, unpack
 from raymod.calls.joining import join
 from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
-from raymod.errors import ConfigError, GangError, RankDiedError, StubClosedError
-from raymod.gang.asking import Asking
+from raymod.errors import GangError, RankDiedError, StubClosedError
+from raymod.gang.asking import Asking, request
 from raymod.gang.health import ask_health
 from raymod.gang.progress import Progress
 from raymod.gang.ranks import Member
@@ -25,7 +25,7 @@ from raymod.gang.start import Asked, Existing, Undecided, start
 from raymod.gang.telling import Warner
 from raymod.transport import RayTransport, Transport
 from raymod.weights import Offer
-from raymod.worker import Health, Worker
+from raymod.worker import Health
 
 __all__ = ["Gang"]
 
@@ -243,12 +243,8 @@ class Gang:
             GangError: As for `call`.
         """
         self._refuse_if_closed()
-        if isinstance(method, str) and (method.startswith("_") or not hasattr(Worker, method)):
-            raise ConfigError(f"a rank has no method {method!r}; give a function of the worker")
-        if reply_rank is not None and not 0 <= reply_rank < self.world_size:
-            raise ConfigError(f"reply_rank={reply_rank}: there are {self.world_size} ranks")
         limit_s = self._asked.config.call_timeout_s if timeout_s is None else timeout_s
-        packed = pack((method, args, kwargs), what="argument", as_it_is=True)
+        packed = request(method, args, kwargs, reply_rank=reply_rank, world_size=self.world_size)
         with self._asking.my_turn(self._restart_if_lost):
             lines = self._asking.existing.lines
             sent = lines.send(packed)

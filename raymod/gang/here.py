@@ -15,13 +15,13 @@ from raymod.calls import Packed, pack, unpack
 from raymod.calls.joining import join
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
 from raymod.errors import (
-    ConfigError,
     GangError,
     GangFailedError,
     RankError,
     StubClosedError,
     UnsupportedError,
 )
+from raymod.gang.asking import request
 from raymod.gang.reports import CallReport, GangReport
 from raymod.gang.start import Undecided
 from raymod.gang.telling import Warner, first_line
@@ -153,11 +153,7 @@ class HereGang:
         **kwargs: Any,
     ) -> list[Any]:
         """See `Gang.call_all`; there is no limit on its time."""
-        if isinstance(method, str) and (method.startswith("_") or not hasattr(Worker, method)):
-            raise ConfigError(f"a rank has no method {method!r}; give a function of the worker")
-        if reply_rank not in (None, 0):
-            raise ConfigError(f"reply_rank={reply_rank}: there is 1 rank")
-        packed = pack((method, args, kwargs), what="argument", as_it_is=True)
+        packed = request(method, args, kwargs, reply_rank=reply_rank, world_size=1)
         _, received = self._ask(lambda sent: self._worker.run(sent, replies=True), packed)
         return [unpack(received)]
 
