@@ -209,9 +209,10 @@ def quantize_kind(config: Any) -> str:
     name = type(config).__name__
     if "diffusers.QuantizationConfigMixin" in names:
         reason = _AT_LOADING.get(name, "it works only while a checkpoint is loaded")
+        loader = "from_single_file" if name == "GGUFQuantizationConfig" else "from_pretrained"
         raise UnsupportedError(
-            f"quantize={name}: {reason}. Give a loader instead, which every rank runs: "
-            f"weights=lambda: Model.from_pretrained(..., quantization_config={name}(...)). Or use "
+            f"quantize={name}: {reason}. Let every rank load the model so: "
+            f"weights=lambda: Model.{loader}(..., quantization_config={name}(...)). Or use "
             f"a torchao config, such as quantize=Int8WeightOnlyConfig()."
         )
     raise ConfigError(

@@ -263,6 +263,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     # Known by name: this module does not import torch.distributed.
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         return _same, (tensor.wait(),)  # type: ignore[attr-defined]
+    if type(tensor).__name__ == "GGUFParameter":  # diffusers': its own way never ends
+        plain = torch.Tensor._make_subclass(torch.Tensor, tensor, False)
+        return _gguf, (type(tensor), plain, tensor.quant_type)  # type: ignore[attr-defined]
     return NotImplemented
 
 
@@ -280,6 +283,10 @@ def _refuse_others(obj: Any) -> Any:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _gguf(cls: Any, plain: torch.Tensor, quant_type: Any) -> Any:
+    return cls(plain, quant_type=quant_type)
 
 
 def _refusal(obj: Any) -> str | None:

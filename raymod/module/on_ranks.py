@@ -169,10 +169,10 @@ def call(
 
 def _sizes_on_rank(worker: Any) -> dict[str, int]:
     for name, tensor in _tensors(worker.module):
-        if type(tensor).__module__.partition(".")[0] == "torchao":
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise WeightsError(
-                f"the ranks hold quantized weights ({name} is an {type(tensor).__name__}), and not "
-                f"those that they were made from: load these from their source once more."
+                f"the ranks hold quantized weights ({name} is one: {type(tensor).__name__}), and "
+                f"not those that they were made from: load these from their source once more."
             )
     return {name: tensor.nbytes for name, tensor in _tensors(worker.module)}
 

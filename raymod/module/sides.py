@@ -149,6 +149,8 @@ class Sides:
             raise WeightsError(f"{lost}. Next time raymod.unwrap before closing.")
         try:
             values = self.fetch()
+        except WeightsError:  # the ranks have others, and say so
+            raise
         except RaymodError as error:
             raise WeightsError(f"{lost}.") from error
         self.freed.restore(values)

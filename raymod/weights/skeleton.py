@@ -59,9 +59,14 @@ def pack_skeleton(module: nn.Module) -> Skeleton:
         PackError: Part of the module does not pickle.
     """
     weights = {id(tensor) for _, tensor, _, _ in named_weights(module)}
-    skeleton, tensors = take_apart(
-        module, what=type(module).__name__, reduce=without_hooks(module), meta=True
-    )
+    unhooked = without_hooks(module)
+
+    def reduce(obj: Any) -> Any:
+        if id(obj) in weights:  # only of classes of their own: quantized, say
+            return _empty, (obj.shape, obj.dtype, obj.requires_grad)
+        return unhooked(obj)
+
+    skeleton, tensors = take_apart(module, what=type(module).__name__, reduce=reduce, meta=True)
     return skeleton, [
         torch.empty_like(tensor.detach(), device="meta") if id(tensor) in weights else _own(tensor)
         for tensor in tensors
@@ -83,6 +88,10 @@ def unpack_skeleton(packed: Skeleton) -> nn.Module:
         ) from error
     assert isinstance(module, nn.Module)
     return module
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Compiled and quantized ranks."""
+"""Compiled ranks, and the order in which ranks are prepared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
-from raymod.errors import ConfigError, UnsupportedError
 from raymod.prepare import prepare
 from tests import models
 from tests.parallel import plain
@@ -150,51 +149,3 @@ def test_the_order() -> None:  # R108
         rank_info="the rank",
     )
     assert module.marks == ["backend", "extra", "cache", "compile", "warm up"]
-
-
-def test_quantization_while_loading_is_refused() -> None:
-    import diffusers
-
-    config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32)
-    with pytest.raises(UnsupportedError, match="GGUF is the format of a file"):
-        PrepareConfig(quantize=config)
-    with pytest.raises(ConfigError, match="must be a torchao config"):
-        PrepareConfig(quantize="int8")
-
-
-@pytest.mark.parametrize("kind", ["torchao", "diffusers"])
-@pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"batch_degree": 2}])
-def test_quantized_and_split(ranks: World, degrees: dict[str, int], kind: str) -> None:
-    for change in ranks(2)(quantized, degrees, kind):
-        assert 0 < change < 0.1
-
-
-def quantized(degrees: dict[str, int], kind: str) -> float:
-    """How far a quantized, split module is from the local one; equals the quantized local one."""
-    import diffusers
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    module, make_inputs = models.flux()
-    local = copy.deepcopy(module)
-    alike = copy.deepcopy(module)
-    quantize_(alike, Int8WeightOnlyConfig())
-    config: Any = Int8WeightOnlyConfig()
-    if kind == "diffusers":
-        config = diffusers.TorchAoConfig(config)
-    ready = prepare(
-        module,
-        degrees=Degrees(**degrees),
-        parallel=ParallelConfig(**degrees),
-        prepare=PrepareConfig(threads=1, quantize=config),
-        device=torch.device("cpu"),
-    )
-    call = make_inputs(2)
-    with torch.no_grad():
-        plain, same = local(**call)[0], alike(**call)[0]
-    output = ready((), call).output
-    if output is not None:
-        own = len(output[0])
-        first = 0 if dist.get_rank() == 0 else 2 - own
-        plain, same = plain[first : first + own], same[first : first + own]
-        assert float((output[0] - same).abs().max()) <= 1e-5 * float(same.abs().max())
-    return float((plain - same).abs().max() / plain.abs().max())
