@@ -12,25 +12,53 @@ from raymod.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Degrees", "GangConfig", "ParallelConfig", "PrepareConfig", "quantize_kind"]
+__all__ = [
+    "RING_BACKENDS",
+    "Degrees",
+    "GangConfig",
+    "ParallelConfig",
+    "PrepareConfig",
+    "check_ring_backend",
+    "quantize_kind",
+]
 
 MAX_WORLD_SIZE = 4096
+
+# diffusers' names of the attention backends that give the log-sum-exp which a ring needs.
+RING_BACKENDS = (
+    "native",
+    "_native_cudnn",
+    "_native_efficient",
+    "_native_flash",
+    "_native_math",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
     """How many ways along each split; all set, product = world size.
 
-    The mesh axes are in this order: batch outermost, ulysses innermost.
+    The mesh axes are in this order: batch outermost, then ring, and ulysses innermost.
     """
 
     batch_degree: int = 1
+    ring_degree: int = 1
     ulysses_degree: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.batch_degree * self.ulysses_degree
+        return self.batch_degree * self.sequence_degree
+
+    @property
+    def sequence_degree(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.ring_degree * self.ulysses_degree
+
+    def of(self, axis: str) -> int:
+        """The degree along an axis of the mesh."""
+        degree: int = getattr(self, f"{axis}_degree")
+        return degree
 
     def __str__(self) -> str:
         factors = [(f.name, getattr(self, f.name)) for f in fields(self)]
@@ -50,7 +78,9 @@ class ParallelConfig:
         batch_degree: Ways to divide the call's batch.
         ulysses_degree: Ways to divide the sequence, exchanging tokens for heads in attention
             (DeepSpeed-Ulysses, arXiv:2309.14509).
-        ring_degree: Not available yet: anything but 1 is refused.
+        ring_degree: Ways to divide the sequence, passing keys and values round in attention
+            (arXiv:2310.01889). Holds less at once than Ulysses, and more at a time is sent; heads
+            need not divide. Both multiply: Ulysses among neighbours, rings across them.
         tp_degree: Not available yet: anything but 1 is refused.
         verify: Compare the split model with the whole one on the first call of each kind. Costs
             one whole forward on every rank; a split that differs is never used.
@@ -73,12 +103,11 @@ class ParallelConfig:
         for name in ("batch_degree", "ulysses_degree", "ring_degree", "tp_degree"):
             _check_count(name, getattr(self, name))
         _check_type("verify", self.verify, bool)
-        for name in ("ring_degree", "tp_degree"):
-            if getattr(self, name) not in (None, 1):
-                raise UnsupportedError(
-                    f"{name}={getattr(self, name)}: this version splits by batch and by sequence "
-                    f"(Ulysses) only. Use batch_degree or ulysses_degree instead."
-                )
+        if self.tp_degree not in (None, 1):
+            raise UnsupportedError(
+                f"tp_degree={self.tp_degree}: this version splits by batch and by sequence only. "
+                f"Use batch_degree, ulysses_degree or ring_degree instead."
+            )
         product = self._product()
         if self.workers == 0 and product > 1:
             raise ConfigError(
@@ -86,7 +115,7 @@ class ParallelConfig:
             )
         if self.workers and self.has_degrees and product != self.workers:
             raise ConfigError(
-                f"the degrees do not multiply to the number of workers: {self._factors()} = "
+                f"the degrees do not multiply to the number of workers: {self._factors()} makes "
                 f"{product}, but workers={self.workers}. Drop workers, or change a degree."
             )
         size = self.workers if self.workers is not None else product
@@ -96,7 +125,8 @@ class ParallelConfig:
     @property
     def has_degrees(self) -> bool:
         """Whether any degree was given."""
-        return self.batch_degree is not None or self.ulysses_degree is not None
+        named = self.batch_degree is not None or self.ulysses_degree is not None
+        return named or (self.ring_degree or 1) > 1
 
     @property
     def world_size(self) -> int | None:
@@ -115,17 +145,20 @@ class ParallelConfig:
         if self.workers == 0:
             return Degrees()
         if self.has_degrees:
-            return Degrees(
-                batch_degree=self.batch_degree or 1, ulysses_degree=self.ulysses_degree or 1
-            )
+            return Degrees(**self._given())
         size = self.workers or default_world_size
         return Degrees(ulysses_degree=size) if sequence else Degrees(batch_degree=size)
 
+    def _given(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) or 1 for f in fields(Degrees)}
+
     def _product(self) -> int:
-        return (self.batch_degree or 1) * (self.ulysses_degree or 1)
+        return math.prod(self._given().values())
 
     def _factors(self) -> str:
-        return f"batch_degree={self.batch_degree or 1} x ulysses_degree={self.ulysses_degree or 1}"
+        named = (f"{name}={degree}" for name, degree in self._given().items())
+        shown = [one for one in named if not one.endswith("=1")]
+        return " x ".join(shown) or "no degree above 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +225,25 @@ class PrepareConfig:
     def compiles(self) -> bool:
         """Whether anything is compiled; an empty mapping means that too."""
         return self.compile is not False
+
+
+def check_ring_backend(parallel: ParallelConfig, backend: str | None) -> None:
+    """Refuse an attention backend that cannot run in the ring that was asked for.
+
+    Args:
+        parallel: What was asked for.
+        backend: Its name in diffusers; None: the usual one.
+
+    Raises:
+        UnsupportedError: It gives no log-sum-exp.
+    """
+    if (parallel.ring_degree or 1) > 1 and backend not in (None, *RING_BACKENDS):
+        raise UnsupportedError(
+            f"ring_degree={parallel.ring_degree} needs the log-sum-exp of attention, which raymod "
+            f"takes from torch's own kernels: attention_backend={backend!r} is none of "
+            f"{', '.join(RING_BACKENDS)}. Use one of these, or ulysses_degree, which runs with "
+            f"every backend."
+        )
 
 
 def quantize_kind(config: Any) -> str:

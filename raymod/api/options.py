@@ -13,7 +13,13 @@ from torch import nn
 from raymod import plans
 from raymod.calls import pack
 from raymod.calls.values import DriverValues
-from raymod.config import Degrees, GangConfig, ParallelConfig, PrepareConfig
+from raymod.config import (
+    Degrees,
+    GangConfig,
+    ParallelConfig,
+    PrepareConfig,
+    check_ring_backend,
+)
 from raymod.errors import ConfigError, UnsupportedError
 from raymod.gang import Gang, HereGang, Tenant, Undecided, default_world_size
 from raymod.module import RemoteModule
@@ -59,9 +65,9 @@ class Options:
         degrees = self.parallel.degrees(
             sequence=plan is not None, default_world_size=self.world_size
         )
-        if degrees.ulysses_degree > 1 and plan is None:
+        if degrees.sequence_degree > 1 and plan is None:
             raise UnsupportedError(
-                f"ulysses_degree={degrees.ulysses_degree}: {type(module).__name__} has no plan "
+                f"{degrees}: {type(module).__name__} has no plan "
                 f"(`_cp_plan`) that says where its sequence can be cut. Use batch_degree, or "
                 f"workers alone to let raymod choose."
             )
@@ -139,6 +145,7 @@ def options(
     if isinstance(gang, RemoteModule):
         shared, config = _gang_of(gang), None
     wanted = _instance("prepare", prepare, PrepareConfig)
+    check_ring_backend(wanted_parallel, wanted.attention_backend)
     values = DriverValues()
     return Options(
         wanted_parallel,

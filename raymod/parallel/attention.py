@@ -6,11 +6,14 @@ values are exchanged, the backend itself runs on what this rank computes, and th
 exchanged back. Whatever else is passed goes straight to the backend. So any backend can be used,
 also one that knows nothing of ranks, and other models in the process notice nothing.
 
-Two exchanges, both exact for any number of tokens and heads:
+Three exchanges, all exact for any number of tokens and heads:
 
 - tokens for heads (Ulysses, arXiv:2309.14509): each rank gets all tokens of some heads.
 - keys and values gathered: each rank keeps its queries and gets all keys. It moves more bytes from
   three ranks on, and is used where the heads cannot be dealt out evenly enough.
+- keys and values passed round (`ring.py`), which holds the least at once; where a ring was asked
+  for. With Ulysses as well, neighbours exchange tokens for heads first; where the heads cannot be
+  dealt out, all ranks are one ring.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ from typing import Any
 
 import torch
 
+from raymod.config import ParallelConfig, check_ring_backend
 from raymod.errors import SplitError, UnsupportedError
 from raymod.parallel.exchange import gather, swap
-from raymod.parallel.masks import Layout, layout, mask_numbers
+from raymod.parallel.masks import Layout, four_dims, layout, mask_numbers
 from raymod.parallel.mesh import part_sizes
+from raymod.parallel.ring import ring_attention
 from raymod.parallel.sequence import SequenceContext
 
 __all__ = ["install", "split_attention"]
@@ -42,18 +47,19 @@ def install() -> None:
     for name, backend in list(registry._backends.items()):
         if not hasattr(backend, "_raymod_wrapped"):
             names = registry._supported_arg_names[name]
-            registry._backends[name] = _wrapped(backend, "_parallel_config" in names)
+            takes_config = "_parallel_config" in names
+            registry._backends[name] = _wrapped(backend, str(name.value), takes_config)
             names.add("_parallel_config")  # a backend that has no such argument must be told too
 
 
-def _wrapped(backend: Backend, takes_config: bool) -> Backend:
+def _wrapped(backend: Backend, name: str, takes_config: bool) -> Backend:
     @functools.wraps(backend)
     def call(*args: Any, _parallel_config: Any = None, **kwargs: Any) -> Any:
         ours = isinstance(_parallel_config, SequenceContext)
         if takes_config:
             kwargs["_parallel_config"] = None if ours else _parallel_config
         if ours and _parallel_config.active:
-            return split_attention(backend, _parallel_config, *args, **kwargs)
+            return split_attention(backend, name, _parallel_config, *args, **kwargs)
         return backend(*args, **kwargs)
 
     call._raymod_wrapped = True  # type: ignore[attr-defined]
@@ -62,6 +68,7 @@ def _wrapped(backend: Backend, takes_config: bool) -> Backend:
 
 def split_attention(
     backend: Backend,
+    name: str,
     context: SequenceContext,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -75,6 +82,7 @@ def split_attention(
 
     Args:
         backend: Computes attention on one rank.
+        name: Its name in diffusers.
         context: Knows the other ranks.
         query: This rank's queries, shape `[batch, tokens, heads, dim]`.
         key: This rank's keys, the same shape; fewer heads with grouped queries.
@@ -104,37 +112,92 @@ def split_attention(
     )
     if is_causal:
         _refuse_unordered(context, query_tokens, key_tokens, attn_mask)
+    heads = _deal_heads(query.shape[2], key.shape[2], context.ulysses_degree)
+    if value.shape[2] != key.shape[2]:
+        heads = None
+    # the ranks whose queries this rank computes for, with some of the heads or alone
+    span = context.neighbours if heads else slice(context.rank, context.rank + 1)
     mask = _whole_keys(attn_mask, mask_layout, key_tokens, context)
-    heads = _deal_heads(query.shape[2], key.shape[2], context.degree)
-    if heads is None or value.shape[2] != key.shape[2]:
-        own = (sum(query_tokens[: context.rank]), query_tokens[context.rank])
-        mask = _own_rows(mask, mask_layout, own)
-        if is_causal:
-            mask = _causal_rows(own, sum(key_tokens), query.device)
-        key = gather(key, 1, key_tokens, context.group)
-        value = gather(value, 1, key_tokens, context.group)
-        result: torch.Tensor = backend(
-            query=query, key=key, value=value, attn_mask=mask, is_causal=False, **kwargs
+    mask = _rows(mask, mask_layout, query_tokens, span, context)
+    if heads and context.ulysses_degree > 1:
+        mask = _own_heads(mask, mask_layout, heads[0], context)
+        dealt = [heads[0], heads[1], heads[1]]
+        tokens = [query_tokens[span], key_tokens[span], key_tokens[span]]
+        query, key, value = _to_heads([query, key, value], dealt, tokens, context)
+    if context.ring_degree > 1:
+        result = _by_ring(
+            name,
+            context,
+            query,
+            key,
+            value,
+            four_dims(mask, mask_layout),
+            key_tokens,
+            by_heads=heads is not None,
+            is_causal=is_causal,
+            **kwargs,
         )
-        return result
-
-    query_heads, key_heads = heads
-    mask = _own_heads(mask, mask_layout, query_tokens, query_heads, context)
-    tokens = [query_tokens, key_tokens, key_tokens]
-    dealt = [query_heads, key_heads, key_heads]
-    query, key, value = _to_heads([query, key, value], dealt, tokens, context)
-    result = backend(
-        query=query, key=key, value=value, attn_mask=mask, is_causal=is_causal, **kwargs
-    )
-    (result,) = swap(
-        [result],
-        give_dim=1,
-        give=[query_tokens],
-        take_dim=2,
-        take=[query_heads],
-        group=context.group,
-    )
+    else:
+        if not heads:
+            if is_causal:
+                start = sum(query_tokens[: context.rank])
+                mask = _causal_rows(start, query.shape[1], sum(key_tokens), query.device)
+            is_causal = False
+            key = gather(key, 1, key_tokens, context.group)
+            value = gather(value, 1, key_tokens, context.group)
+        result = backend(
+            query=query, key=key, value=value, attn_mask=mask, is_causal=is_causal, **kwargs
+        )
+    if heads and context.ulysses_degree > 1:
+        (result,) = swap(
+            [result],
+            give_dim=1,
+            give=[query_tokens[span]],
+            take_dim=2,
+            take=[heads[0]],
+            group=context.ulysses_group,
+        )
     return result
+
+
+def _by_ring(
+    name: str,
+    context: SequenceContext,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    key_tokens: Sequence[int],
+    *,
+    by_heads: bool,
+    is_causal: bool,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    enable_gqa: bool = False,
+    **others: Any,
+) -> torch.Tensor:
+    check_ring_backend(ParallelConfig(ring_degree=context.ring_degree), name)
+    asked = sorted(key for key, other in others.items() if other not in (None, False))
+    if dropout_p or asked:
+        raise UnsupportedError(
+            f"ring attention has no {', '.join(asked) or 'dropout'}; use ulysses_degree"
+        )
+    tokens, group = list(key_tokens), context.group
+    if by_heads:
+        step = context.ulysses_degree
+        tokens = [sum(tokens[first : first + step]) for first in range(0, len(tokens), step)]
+        group = context.ring_group
+    return ring_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=is_causal,
+        tokens=tokens,
+        group=group,
+        scale=scale,
+        backend=name,
+    )
 
 
 def _to_heads(
@@ -155,7 +218,7 @@ def _to_heads(
             give=heads[one],
             take_dim=1,
             take=tokens[one],
-            group=context.group,
+            group=context.ulysses_group,
         )
     ]
 
@@ -184,38 +247,43 @@ def _whole_keys(
     return gather(mask, -1, key_tokens, context.group)
 
 
-def _own_rows(
-    mask: torch.Tensor | None, found: Layout | None, own: tuple[int, int]
+def _rows(
+    mask: torch.Tensor | None,
+    found: Layout | None,
+    query_tokens: Sequence[int],
+    span: slice,
+    context: SequenceContext,
 ) -> torch.Tensor | None:
-    """The mask for this rank's queries."""
-    if mask is None or found is None or not found.has_queries or found.queries != "all":
+    """The mask for the queries of the ranks in `span`."""
+    if mask is None or found is None or not found.has_queries or found.queries == "one":
         return mask
-    return mask.narrow(-2, *own)
+    if found.queries == "all":
+        return mask.narrow(-2, sum(query_tokens[: span.start]), sum(query_tokens[span]))
+    if span.stop - span.start == 1:
+        return mask
+    return gather(mask, -2, query_tokens[span], context.ulysses_group)
 
 
 def _own_heads(
     mask: torch.Tensor | None,
     found: Layout | None,
-    query_tokens: Sequence[int],
     query_heads: Sequence[int],
     context: SequenceContext,
 ) -> torch.Tensor | None:
-    """The mask for all queries of this rank's heads."""
+    """The mask for this rank's heads."""
     if mask is None or found is None:
         return mask
-    if found.has_queries and found.queries == "own":
-        mask = gather(mask, -2, query_tokens, context.group)
     if not found.has_heads or mask.shape[1] == 1:
         return mask
     if mask.shape[1] != sum(query_heads):
         raise UnsupportedError(
             f"the attention mask has {mask.shape[1]} heads, the queries {sum(query_heads)}"
         )
-    return mask.narrow(1, sum(query_heads[: context.rank]), query_heads[context.rank])
+    place = context.ulysses_rank
+    return mask.narrow(1, sum(query_heads[:place]), query_heads[place])
 
 
-def _causal_rows(own: tuple[int, int], keys: int, device: torch.device) -> torch.Tensor:
-    start, size = own
+def _causal_rows(start: int, size: int, keys: int, device: torch.device) -> torch.Tensor:
     places = torch.arange(start, start + size, device=device)
     return (torch.arange(keys, device=device) <= places[:, None])[None, None]
 

@@ -27,19 +27,18 @@ __all__ = ["apply_context", "place", "remove"]
 
 
 def apply_context(module: nn.Module, plan: SequencePlan, mesh: Mesh) -> SequenceContext:
-    """Split `module` by sequence over the mesh's ulysses axis; it stays off until switched on.
+    """Split `module` by sequence over the mesh's ring and ulysses axes; off until switched on.
 
     Args:
         module: The module, changed in place: hooks are placed, attention processors get the
             context.
         plan: Where it is cut.
-        mesh: With `ulysses_degree` above 1.
+        mesh: With more than one rank to a sequence.
 
     Raises:
         ConfigError: Nothing in the module matches the plan.
     """
-    assert mesh.ulysses_group is not None
-    context = SequenceContext(mesh.ulysses_group, mesh.device)
+    context = SequenceContext.of(mesh)
     place(module, plan, context)
     return context
 

@@ -10,7 +10,7 @@ import torch
 
 from raymod.errors import UnsupportedError
 
-__all__ = ["Layout", "layout", "mask_numbers"]
+__all__ = ["Layout", "four_dims", "layout", "mask_numbers"]
 
 Axis = Literal["all", "own", "one"]
 
@@ -90,6 +90,13 @@ def layout(
             "ranks' tokens; cut one of them only"
         )
     return Layout(keys=keys, queries=queries, has_queries=has_queries, has_heads=ndim == 4)
+
+
+def four_dims(mask: torch.Tensor | None, found: Layout | None) -> torch.Tensor | None:
+    """The same mask as `[batch, heads, queries, keys]`."""
+    if mask is None or found is None or mask.ndim == 4:
+        return mask
+    return mask.reshape(1, 1, *mask.shape[-2:]) if found.has_queries else mask[:, None, None]
 
 
 def _axis(sizes: Sequence[int], tokens: Sequence[int], what: str) -> Axis:

@@ -17,7 +17,7 @@ __all__ = ["AXES", "Mesh", "part_sizes", "part_start"]
 
 # From the outside in. Neighbours along the last axis have neighbouring ranks, and so sit on one
 # node: that place is for the axis that talks most.
-AXES = ("batch", "ulysses")
+AXES = ("batch", "ring", "ulysses")
 
 
 def part_sizes(total: int, parts: int) -> list[int]:
@@ -41,8 +41,9 @@ class Mesh:
         world_size: Number of ranks.
         device: Where this rank computes.
         batch_rank: Which batch group it belongs to.
-        ulysses_rank: Which part of the sequence it has.
-        ulysses_group: The ranks that share a sequence; None where there is only this one.
+        sequence_rank: Which part of the sequence it has.
+        sequence_group: The ranks that share a sequence; None where there is only this one.
+        groups: The ranks along each axis that has more than one.
     """
 
     def __init__(self, degrees: Degrees, device: torch.device) -> None:
@@ -56,8 +57,9 @@ class Mesh:
         self.rank = 0
         self.world_size = degrees.world_size
         self.batch_rank = 0
-        self.ulysses_rank = 0
-        self.ulysses_group: dist.ProcessGroup | None = None
+        self.sequence_rank = 0
+        self.sequence_group: dist.ProcessGroup | None = None
+        self.groups: dict[str, dist.ProcessGroup] = {}
         self._control: dist.ProcessGroup | None = None
         if self.world_size > 1:
             self._join()
@@ -70,12 +72,17 @@ class Mesh:
                 f"{there}"
             )
         self.rank = dist.get_rank()
-        shape = (self.degrees.batch_degree, self.degrees.ulysses_degree)
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
-        self.batch_rank = mesh.get_local_rank("batch")
-        self.ulysses_rank = mesh.get_local_rank("ulysses")
-        if self.degrees.ulysses_degree > 1:
-            self.ulysses_group = mesh.get_group("ulysses")
+        used = {axis: self.degrees.of(axis) for axis in AXES if self.degrees.of(axis) > 1}
+        mesh = init_device_mesh(self.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+        self.groups = {axis: mesh.get_group(axis) for axis in used}
+        self.batch_rank = mesh.get_local_rank("batch") if "batch" in used else 0
+        sequence = tuple(axis for axis in ("ring", "ulysses") if axis in used)
+        if len(sequence) == 1:
+            self.sequence_group = self.groups[sequence[0]]
+        elif sequence:
+            self.sequence_group = mesh[sequence]._flatten("sequence").get_group()
+        if self.sequence_group is not None:
+            self.sequence_rank = dist.get_rank(self.sequence_group)
         # A group of its own: a rank that gave up must not answer another's collective.
         self._control = dist.new_group(backend="gloo")
 

@@ -295,7 +295,7 @@ class Splitter:
 
     def _refusal(self, failure: str) -> str:
         degrees = self.mesh.degrees
-        if degrees.ulysses_degree > 1:
+        if degrees.sequence_degree > 1:
             other = f"batch_degree={self.mesh.world_size}"
         else:
             other = "another degree"

@@ -220,13 +220,13 @@ def _warm_up(ready: SplitModule, arguments: Mapping[str, Any]) -> None:
 
 
 def _split(module: nn.Module, mesh: Mesh) -> SequenceContext | None:
-    if mesh.degrees.ulysses_degree == 1:
+    if mesh.degrees.sequence_degree == 1:
         return None
     plan = sequence_plan(module)
     if plan is None:
         raise ConfigError(
-            f"ulysses_degree={mesh.degrees.ulysses_degree}: {type(module).__name__} does not say "
-            f"where it can be cut (it has no _cp_plan). Use batch_degree={mesh.world_size}."
+            f"{mesh.degrees}: {type(module).__name__} does not say where it can be cut (it has no "
+            f"_cp_plan). Use batch_degree={mesh.world_size}."
         )
     return apply_context(module, plan, mesh)
 
@@ -239,7 +239,7 @@ def _words(degrees: Degrees, context: SequenceContext | None) -> str:
         splits.append(f"by batch over {degrees.batch_degree}")
     if context is not None:
         splits.append(
-            f"by sequence over {degrees.ulysses_degree} "
+            f"by sequence over {degrees.sequence_degree}{' in a ring' * (degrees.ring_degree > 1)} "
             f"({context.hooks} cuts and gathers, {context.attentions} attentions)"
         )
     return " and ".join(splits)

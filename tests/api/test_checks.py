@@ -82,7 +82,11 @@ def test_compiled_and_scripted_modules() -> None:
         ({"prepare": 1}, "must be a raymod.PrepareConfig"),
         ({"ulysses_degree": 2}, "ulysses_degree=2: Linear has no plan.*batch_degree"),
         ({"workers": 1, "weights": "magic"}, "magic"),
-        ({"ring_degree": 2}, "ring_degree=2"),
+        ({"ring_degree": 2}, "ring_degree=2: Linear has no plan"),
+        (
+            {"ring_degree": 2, "prepare": raymod.PrepareConfig(attention_backend="sage")},
+            "ring_degree=2 needs.*'sage' is none of native, _native_cudnn",
+        ),
         ({"tp_degree": 4}, "tp_degree=4"),
     ],
 )

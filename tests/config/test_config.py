@@ -26,7 +26,7 @@ def test_frozen_and_keyword_only(kind: Any) -> None:
     ("name", "value"),
     [
         (name, value)
-        for name in ("workers", "batch_degree", "ulysses_degree", "tp_degree")
+        for name in ("workers", "batch_degree", "ulysses_degree", "ring_degree", "tp_degree")
         for value in (0, -1, 1.5, "2", True, False)
         if (name, value) != ("workers", 0) or value is False
     ],
@@ -37,16 +37,27 @@ def test_counts_are_positive_integers(name: str, value: Any) -> None:
 
 
 def test_degrees_must_multiply_to_workers() -> None:
-    with pytest.raises(ConfigError, match=r"batch_degree=2 x ulysses_degree=2 = 4.*workers=3"):
+    with pytest.raises(ConfigError, match=r"batch_degree=2 x ulysses_degree=2 makes 4.*workers=3"):
         ParallelConfig(workers=3, batch_degree=2, ulysses_degree=2)
     assert ParallelConfig(workers=4, batch_degree=2, ulysses_degree=2).world_size == 4
 
 
+def test_splits_of_later_versions_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"tp_degree=2.*ulysses_degree"):
+        ParallelConfig(tp_degree=2)
+
+
 @pytest.mark.parametrize("name", ["ring_degree", "tp_degree"])
-def test_splits_of_later_versions_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"{name}=2.*ulysses_degree"):
-        ParallelConfig(**{name: 2})
+def test_one_way_is_no_wish(name: str) -> None:
     assert ParallelConfig(**{name: 1}, workers=2).world_size == 2
+    assert not ParallelConfig(**{name: 1}).has_degrees
+
+
+def test_a_ring_is_taken_where_it_is_asked_for() -> None:
+    config = ParallelConfig(ring_degree=2, ulysses_degree=2)
+    assert config.world_size == 4
+    assert config.degrees(sequence=True, default_world_size=9).sequence_degree == 4
+    assert ParallelConfig(workers=4).degrees(sequence=True, default_world_size=9).ring_degree == 1
 
 
 def test_workers_alone_take_the_sequence_where_there_is_a_plan() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raymod.parallel import SequenceContext
+from raymod.config import Degrees
+from raymod.parallel import Mesh, SequenceContext
 from raymod.parallel.attention import install
 from raymod.parallel.mesh import part_sizes
 from tests.parallel.cases import attempt
@@ -30,6 +31,8 @@ class Case:
     keys: int = 13
     mask: str = ""
     additive: bool = False
+    hidden: float | None = None  # what an additive mask has for what is not seen
+    whole_parts: bool = False  # hides all of the first rank's keys, and some queries from all keys
     causal: bool = False
     dtype: torch.dtype = torch.float32
     value_dtype: torch.dtype | None = None
@@ -40,12 +43,24 @@ class Case:
     kwargs: tuple[tuple[str, Any], ...] = ()
 
 
-def attention(case: Case) -> tuple[float, str]:
+_meshes: dict[Degrees, Mesh] = {}
+
+
+def context_of(ring: int) -> SequenceContext:
+    """All ranks share a sequence, in a ring of so many parts."""
+    size = dist.get_world_size()
+    degrees = Degrees(ring_degree=ring, ulysses_degree=size // ring)
+    if degrees not in _meshes:
+        _meshes[degrees] = Mesh(degrees, torch.device("cpu"))
+    return SequenceContext.of(_meshes[degrees])
+
+
+def attention(case: Case, ring: int = 1) -> tuple[float, str]:
     """The largest difference from the rank's rows of the whole result, and what was raised."""
     from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 
     install()
-    context = SequenceContext(dist.group.WORLD, torch.device("cpu"))
+    context = context_of(ring)
     generator = torch.Generator().manual_seed(7)
     key_heads = case.key_heads or case.heads
     shapes = {
@@ -107,11 +122,15 @@ def _mask(case: Case, generator: torch.Generator) -> torch.Tensor | None:
         "K": case.keys,
     }
     values = torch.randn([sizes[letter] for letter in case.mask], generator=generator)
-    if case.additive:
-        return values.to(case.dtype)
     seen = values > -0.5
-    seen[..., 0] = True  # no query without a key
-    return seen
+    seen[..., -1] = True  # no query without a key
+    if case.whole_parts:
+        seen[..., : case.keys // 2 + 1] = False
+        if seen.shape[-2] > 1:
+            seen[..., ::5, :] = False
+    if case.hidden is not None:
+        return torch.where(seen, 0.0, case.hidden).to(case.dtype)
+    return values.to(case.dtype) if case.additive else seen
 
 
 def _cut(mask: torch.Tensor, case: Case, queries: slice, keys: slice) -> torch.Tensor:

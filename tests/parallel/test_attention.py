@@ -50,16 +50,38 @@ CASES = {
     "two dims, rows": Case(mask="QK"),
     "two dims, own rows": Case(mask="qK"),
     "three dims": Case(mask="1QK"),
+    "parts hidden": Case(mask="b1QK", whole_parts=True),
+    "parts hidden, own rows": Case(mask="b1qK", whole_parts=True),
+    "parts hidden, own keys": Case(mask="b11k", whole_parts=True),
+    "parts hidden by infinity": Case(mask="b1QK", whole_parts=True, hidden=-torch.inf),
+    "parts hidden by the least number": Case(
+        mask="b1QK", whole_parts=True, hidden=torch.finfo(torch.float32).min
+    ),
+    "parts hidden by the least number, few heads": Case(
+        heads=3, mask="bhQK", whole_parts=True, hidden=torch.finfo(torch.float32).min
+    ),
+    "parts hidden in sixteen bit": Case(
+        mask="b1QK",
+        whole_parts=True,
+        hidden=torch.finfo(torch.bfloat16).min,
+        dtype=torch.bfloat16,
+    ),
     "as many keys as ranks": Case(queries=6, keys=4, mask="b11k"),
     "a batch of one": Case(batch=1, mask="bk"),
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+# Ranks, and how many parts the ring has that they make; 1: no ring.
+SPLITS = {"2": (2, 1), "4": (4, 1), "ring 2": (2, 2), "ring 3": (3, 3), "ring 4": (4, 4)}
+SPLITS["2 x 2"] = (4, 2)
+
+
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_exact(ranks: World, case: Case, size: int) -> None:
+def test_exact(ranks: World, case: Case, split: str) -> None:
+    size, ring = SPLITS[split]
     limit = 3e-2 if case.dtype == torch.bfloat16 else 2e-6
-    for difference, error in ranks(size)(attention, case):
+    for difference, error in ranks(size)(attention, case, ring):
         assert error == ""
         assert difference <= limit
 
@@ -77,6 +99,22 @@ REFUSED = {
 @pytest.mark.parametrize(("case", "text"), REFUSED.values(), ids=REFUSED)
 def test_refused_on_every_rank(ranks: World, case: Case, text: str) -> None:
     for _, error in ranks(2)(attention, case):
+        assert error.startswith("UnsupportedError")
+        assert text in error
+
+
+REFUSED_IN_A_RING = {
+    "causal over two streams": REFUSED["causal over two streams"],
+    "own rows and columns": REFUSED["own rows and columns"],
+    "a backend without it": (Case(backend="flash"), "needs the log-sum-exp"),
+    "dropout": (Case(kwargs=(("dropout_p", 0.1),)), "has no dropout"),
+    "a backend's second result": REFUSED["a backend's second result"],
+}
+
+
+@pytest.mark.parametrize(("case", "text"), REFUSED_IN_A_RING.values(), ids=REFUSED_IN_A_RING)
+def test_refused_in_a_ring(ranks: World, case: Case, text: str) -> None:
+    for _, error in ranks(2)(attention, case, 2):
         assert error.startswith("UnsupportedError")
         assert text in error
 

@@ -46,9 +46,10 @@ def run(degrees: dict[str, int], backend: str, cache: bool = False) -> dict[str,
     return {"worst": worst, "graphs": graphs, "split": ready.report.split}
 
 
+@pytest.mark.parametrize("axis", ["ulysses_degree", "ring_degree"])
 @pytest.mark.parametrize("backend", ["eager"])
-def test_compiled_and_split(ranks: World, backend: str) -> None:  # R106
-    for seen in ranks(2)(run, {"ulysses_degree": 2}, backend):
+def test_compiled_and_split(ranks: World, backend: str, axis: str) -> None:  # R106
+    for seen in ranks(2)(run, {axis: 2}, backend):
         assert seen["worst"] <= 1e-5
         assert seen["graphs"][0] >= 1
         assert len(set(seen["graphs"][1:])) == 1  # nothing is compiled from step to step

@@ -31,12 +31,20 @@ def test_by_sequence(ranks: World, name: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_in_a_ring(ranks: World, name: str) -> None:
+    call = {"batch": 1, **CALLS[name]}
+    for whole, own in ranks(2)(cases.flops, name, {}, call, {"ring_degree": 2}):
+        assert own <= 0.65 * whole
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_by_batch(ranks: World, name: str) -> None:
     shares = ranks(2)(cases.flops, name, {}, {"batch": 3}, {"batch_degree": 2})
     assert [own / whole for whole, own in shares] == pytest.approx([2 / 3, 1 / 3], rel=0.05)
 
 
-def test_by_both(ranks: World) -> None:
-    degrees = {"batch_degree": 2, "ulysses_degree": 2}
+@pytest.mark.parametrize("axis", ["ulysses_degree", "ring_degree"])
+def test_by_both(ranks: World, axis: str) -> None:
+    degrees = {"batch_degree": 2, axis: 2}
     for whole, own in ranks(4)(cases.flops, "flux", {}, {"batch": 2, **FLUX}, degrees):
         assert own <= 0.33 * whole
