@@ -95,7 +95,7 @@ facts.update(
     listening=listening,
     up=ray.is_initialized(),
     store=ray.cluster_resources()["object_store_memory"] / small,
-    mode=oct(os.stat(second._existing.session.folder).st_mode & 0o777),
+    mode=oct(os.stat(second._asking.existing.session.folder).st_mode & 0o777),
     dashboard=ray._private.worker.global_worker.node.address_info["webui_url"],
     sums=second.call_all(lambda worker, big: float(big.sum()), torch.ones(30 << 20)),
     call=float(second.call((X,), {})),
@@ -310,7 +310,7 @@ facts.update(pids=pids(gang))
 ray.shutdown()
 ray.init(num_cpus=1, log_to_driver=False, logging_level="error", include_dashboard=False,
          _temp_dir=os.environ["RAY_TMPDIR"] + "/anew", object_store_memory=100 << 20)
-facts.update(live=gang._existing.session.is_live())
+facts.update(live=gang._asking.existing.session.is_live())
 try:
     gang.call((X,), {})
 except GangFailedError as error:
@@ -350,7 +350,7 @@ from raymod.config import GangConfig
 from raymod.gang import default_world_size
 facts.update(size=default_world_size(GangConfig()))
 gang = start(ranks=1)
-facts.update(pids=pids(gang), owned=gang._existing.session.owned)
+facts.update(pids=pids(gang), owned=gang._asking.existing.session.owned)
 facts.update(cpus=ray.cluster_resources()["CPU"])
 mark()
 """,

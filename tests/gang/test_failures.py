@@ -56,7 +56,7 @@ def gang(ray_session: RayForTests, request: pytest.FixtureRequest) -> Iterator[G
     numbers = pids(gang)
     gang.close()
     assert not any(is_running(pid) for pid in numbers)
-    table = placement_group_table(gang._existing.bundles.group)
+    table = placement_group_table(gang._asking.existing.bundles.group)
     assert table["state"] == "REMOVED"
     assert wait_for(lambda: ray.available_resources().get("CPU", 0) >= free)
 
@@ -171,7 +171,7 @@ def test_closing_lets_a_short_call_finish(gang: Gang) -> None:
 def test_a_gang_that_nobody_holds_ends(ray_session: RayForTests) -> None:
     gang = start(ranks=1)
     numbers = pids(gang)
-    group = gang._existing.bundles.group
+    group = gang._asking.existing.bundles.group
     del gang
     gc.collect()
     assert wait_for(lambda: not any(is_running(pid) for pid in numbers))
