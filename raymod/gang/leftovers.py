@@ -103,7 +103,9 @@ def _main(folder: Path, driver: int) -> None:
     deadline = time.monotonic() + _GRACE_S
     while _processes(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
-    end_processes(folder)
+    # one that was just being started has no name yet
+    while end_processes(folder) and time.monotonic() < deadline + _GRACE_S:
+        time.sleep(0.1)
     while folder.is_dir() and time.monotonic() < deadline + _GRACE_S:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -208,7 +208,7 @@ def test_a_wrong_name_is_the_driver_s_own_error(pair: Any) -> None:
     for module in (stub, flux()):
         with pytest.raises(ValueError, match=r"Length of adapter names"):
             module.set_adapters(["a", "b"], [1.0])
-    assert ranks.sent_bytes == sent
+    assert ranks.sent_bytes - sent < 100  # they were asked whether they live
 
 
 def test_unwrapped_weights_have_what_was_loaded() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from raymod.errors import GangFailedError, RankError
+from raymod.module import on_ranks
 from raymod.module.undo import Snapshot
 from tests import models
 from tests.module.standin import Ranks, stub_of
@@ -117,7 +118,7 @@ def test_what_the_driver_cannot_do_costs_the_ranks_nothing(pair: Any) -> None:
     with pytest.raises(AttributeError, match="nothing_like_it"):
         stub._change("change", getattr, "nothing_like_it")
     assert state_of(stub._raymod.original) == before
-    assert ranks.sent_bytes == 0
+    assert ranks.sent_bytes < 100  # they were asked whether they live
 
 
 def test_ranks_that_cannot_go_back_end_the_gang(pair: Any, monkeypatch: Any) -> None:
@@ -146,6 +147,8 @@ def test_an_interrupted_change_is_taken_back_before_anything_else(pair: Any) -> 
     call_all = ranks.call_all
 
     def interrupted(method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method is on_ranks.nothing:
+            return call_all(method, *args, **kwargs)
         call_all(method, *args, **kwargs)
         ranks.call_all = call_all
         raise KeyboardInterrupt
