@@ -227,19 +227,19 @@ class PrepareConfig:
         return self.compile is not False
 
 
-def check_ring_backend(parallel: ParallelConfig, backend: str | None) -> None:
+def check_ring_backend(ring_degree: int | None, backend: str | None) -> None:
     """Refuse an attention backend that cannot run in the ring that was asked for.
 
     Args:
-        parallel: What was asked for.
+        ring_degree: What was asked for.
         backend: Its name in diffusers; None: the usual one.
 
     Raises:
         UnsupportedError: It gives no log-sum-exp.
     """
-    if (parallel.ring_degree or 1) > 1 and backend not in (None, *RING_BACKENDS):
+    if (ring_degree or 1) > 1 and backend not in (None, *RING_BACKENDS):
         raise UnsupportedError(
-            f"ring_degree={parallel.ring_degree} needs the log-sum-exp of attention, which raymod "
+            f"ring_degree={ring_degree} needs the log-sum-exp of attention, which raymod "
             f"takes from torch's own kernels: attention_backend={backend!r} is none of "
             f"{', '.join(RING_BACKENDS)}. Use one of these, or ulysses_degree, which runs with "
             f"every backend."

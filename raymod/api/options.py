@@ -145,7 +145,7 @@ def options(
     if isinstance(gang, RemoteModule):
         shared, config = _gang_of(gang), None
     wanted = _instance("prepare", prepare, PrepareConfig)
-    check_ring_backend(wanted_parallel, wanted.attention_backend)
+    check_ring_backend(wanted_parallel.ring_degree, wanted.attention_backend)
     values = DriverValues()
     return Options(
         wanted_parallel,

@@ -26,8 +26,8 @@ class Join:
 
     Attributes:
         how: `cat`: tensors or arrays are concatenated along `dim`. `chain`: lists of samples are
-            chained.
-            `each`: a container, whose items are joined by `items`. `same`: equal in all parts.
+            chained. `each`: a container, whose items are joined by `items`. `same`: equal in all
+            parts.
         dim: The dim of the batch, for `cat`.
         items: Pairs of key and Join, for `each`: an index, a dict's key, a field's name.
     """

@@ -15,7 +15,6 @@ from raymod.errors import (
     CallTimeoutError,
     ConfigError,
     GangError,
-    GangFailedError,
     RankDiedError,
     RankError,
     StubClosedError,
@@ -23,7 +22,7 @@ from raymod.errors import (
 from raymod.gang.interrupts import interrupt_deferred
 from raymod.gang.ranks import Member, Outcome, in_step, judge
 from raymod.gang.start import Existing
-from raymod.gang.telling import first_line
+from raymod.gang.telling import failed_before
 from raymod.transport import CannotOpenError
 from raymod.worker import Reply, Worker
 
@@ -99,12 +98,8 @@ class Asking:
             raise StubClosedError("the gang was closed; its ranks are gone")
         if self.seen.failure is None and not self.existing.session.is_live():
             self.fail(RankDiedError("Ray was shut down in this process, and the ranks with it"))
-        failure = self.seen.failure
-        if failure is not None:
-            raise GangFailedError(
-                f"the gang ended in an earlier failure "
-                f"({type(failure).__name__}: {first_line(failure)})"
-            ) from failure
+        if self.seen.failure is not None:
+            raise failed_before(self.seen.failure)
 
     @contextmanager
     def my_turn(self, first: Callable[[], None]) -> Iterator[None]:

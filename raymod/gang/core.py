@@ -49,17 +49,17 @@ class Gang:
         asked: Asked,
         existing: Existing,
         report: GangReport,
-        warner: Warner | None = None,
-        restarts: Restarts | None = None,
+        warner: Warner,
+        restarts: Restarts,
     ) -> None:
         self.report = report
-        self.restarts = restarts or Restarts(asked)
+        self.restarts = restarts
         self.last_call: CallReport | None = None
         self.on_rebuilt: Callable[[Gang], None] | None = None
         self._asked = asked
         self._asking = Asking(existing, asked.config.call_timeout_s)
         self._calls: Counter[int] = Counter()  # by seat
-        self._warner = warner or Warner()
+        self._warner = warner
         self._seats = itertools.count(1)
         self._finalizer = self._finalized_by(existing)
 
@@ -301,15 +301,10 @@ class Gang:
         )
 
     def _start_anew(self, failure: GangError | None) -> None:
-        why_not = self.restarts.why_not()
-        if why_not:
-            raise GangError(f"the ranks cannot be started anew: {why_not}")
-        if self._asking.seen.failure is None:
-            self._asking.fail(GangError("the ranks are being started anew"))
-        try:
-            existing, phases = self.restarts.start()
-        except GangError as error:
-            raise error from failure
+        began = time.monotonic()
+        self.restarts.check()  # before what lives is ended
+        self.fail(GangError("the ranks were ended to be started anew"))
+        existing, phases = self.restarts.start()
         self._finalizer.detach()
         before = self._asking.existing
         self._asking.go_on_with(existing)
@@ -323,10 +318,12 @@ class Gang:
             self.resume(0)
             if self.on_rebuilt is not None:
                 self.on_rebuilt(self)
-        except GangError as error:
-            self.fail(error)
+        except BaseException as error:
+            # whatever it was: ranks that have some of the changes must not answer
+            half = GangError("the ranks were started anew, but did not get all that had changed")
+            self.fail(error if isinstance(error, GangError) else half)
             raise
-        self.restarts.tell(failure)
+        self.restarts.tell(failure, time.monotonic() - began)
 
     def resume(self, seat: int) -> None:
         """Let new ranks count the calls of a module from where the ones before them were."""

@@ -14,17 +14,11 @@ import torch
 from raymod.calls import Packed, pack, unpack
 from raymod.calls.joining import join
 from raymod.config import Degrees, ParallelConfig, PrepareConfig
-from raymod.errors import (
-    GangError,
-    GangFailedError,
-    RankError,
-    StubClosedError,
-    UnsupportedError,
-)
+from raymod.errors import GangError, RankError, StubClosedError, UnsupportedError
 from raymod.gang.asking import request
 from raymod.gang.reports import CallReport, GangReport
 from raymod.gang.start import Undecided
-from raymod.gang.telling import Warner, first_line
+from raymod.gang.telling import Warner, failed_before
 from raymod.transport import Parcel, Transport
 from raymod.weights import Offer
 from raymod.worker import Health, Reply, Worker
@@ -33,7 +27,10 @@ __all__ = ["HereGang"]
 
 
 class _Passed(Transport):
-    """Hands packed objects over as they are; the receiver gets tensors of its own."""
+    """Hands packed objects over as they are; the receiver gets tensors of its own.
+
+    Only from one thread to itself: what is sent is received before anybody can change it.
+    """
 
     def send(self, packed: Packed) -> Parcel:
         return Parcel((), packed.nbytes, packed.plain())
@@ -126,7 +123,7 @@ class HereGang:
         call = (tuple(args), dict(kwargs), tuple(contexts), 0)
         packed = pack(call, what="argument", as_it_is=True, dense=True)
         packed_at = time.monotonic()
-        reply, received = self._ask(lambda sent: self._worker.forward(sent), packed)
+        reply, received = self._ask(self._worker.forward, packed)
         self._warner.warn(reply.warnings)
         output = unpack(received)
         if reply.join is not None:
@@ -197,10 +194,7 @@ class HereGang:
         if self._is_closed:
             raise StubClosedError("the gang was closed; its rank is gone")
         if self._failure is not None:
-            raise GangFailedError(
-                f"the gang ended in an earlier failure "
-                f"({type(self._failure).__name__}: {first_line(self._failure)})"
-            ) from self._failure
+            raise failed_before(self._failure)
 
 
 @contextmanager

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from raymod.errors import GangError, RankDiedError
 from raymod.gang.progress import Progress
@@ -35,7 +34,6 @@ class Restarts:
     progress: Callable[[str], None] | None = None
     number: int = 0
     by_itself: int = 0
-    _began: float = field(default=0.0, repr=False)
 
     def covers(self, failure: GangError | None) -> bool:
         """Whether the ranks are started anew, by themselves, after this."""
@@ -45,14 +43,17 @@ class Restarts:
             and self.by_itself < self.asked.config.max_restarts
         )
 
-    def why_not(self) -> str:
-        """What stands in the way of any restart, or nothing."""
-        if self.again is not None:
-            return ""
-        return (
-            "nobody has the weights but the ranks: keep_local=False, or a checkpoint that lacks "
-            "some of them"
-        )
+    def check(self) -> None:
+        """Whether it can be done at all.
+
+        Raises:
+            GangError: Nobody has the weights any more.
+        """
+        if self.again is None:
+            raise GangError(
+                "the ranks cannot be started anew: nobody has the weights but the ranks: "
+                "keep_local=False, or a checkpoint that lacks some of them"
+            )
 
     def start(self) -> tuple[Existing, Mapping[str, float]]:
         """New ranks with the weights, and the seconds of each phase.
@@ -60,16 +61,14 @@ class Restarts:
         Raises:
             GangStartError: They did not become ready; then nothing of them is left.
         """
-        assert self.again is not None
-        self._began = time.monotonic()
+        assert self.again is not None, "check first"
         with self.again() as load, Progress(self.progress) as steps:
             existing = start(self.asked, load, steps)
         self.number += 1
         return existing, steps.phases
 
-    def tell(self, failure: GangError | None) -> None:
-        """Say what happened, and how long it took."""
-        took = time.monotonic() - self._began
+    def tell(self, failure: GangError | None, took: float) -> None:
+        """Say what happened, and how many seconds it took."""
         if failure is None:
             logger.info("the ranks were started anew in %.1f s", took)
             return

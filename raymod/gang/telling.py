@@ -7,7 +7,9 @@ import textwrap
 import warnings
 from collections.abc import Iterable
 
-__all__ = ["Warner", "first_line"]
+from raymod.errors import GangError, GangFailedError
+
+__all__ = ["Warner", "failed_before", "first_line"]
 
 _FIRST_LINE = 300  # characters
 
@@ -29,6 +31,15 @@ class Warner:
 def first_line(error: Exception) -> str:
     """The first line of what an error says, cut between words where it is long."""
     return textwrap.shorten(str(error).partition("\n")[0], _FIRST_LINE, placeholder=" ...")
+
+
+def failed_before(failure: GangError) -> GangFailedError:
+    """What a request to a gang is answered that `failure` has ended; that is its cause."""
+    error = GangFailedError(
+        f"the gang ended in an earlier failure ({type(failure).__name__}: {first_line(failure)})"
+    )
+    error.__cause__ = failure
+    return error
 
 
 def _users_level() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -189,6 +190,7 @@ class Tenant:
             self._is_lost = True
             return
         self._put_again()
+        self.report = replace(self.report, ranks=gang.report.ranks, near=gang.report.near)
         gang.resume(self._seat)
         if self.on_rebuilt is not None:
             self.on_rebuilt(self)

@@ -224,7 +224,7 @@ def _hooks(part: nn.Module) -> tuple[int, int, int]:
 def _mark(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
     """What a write to a tensor, or a change of its `data`, changes."""
     version = 0 if tensor.is_inference() else tensor._version
-    plain = type(tensor) in _DENSE
+    plain = type(tensor) in _DENSE and tensor.layout is torch.strided
     return version, tensor.data_ptr() if plain else 0, tensor.dtype
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from raymod.config import ParallelConfig, check_ring_backend
+from raymod.config import check_ring_backend
 from raymod.errors import SplitError, UnsupportedError
 from raymod.parallel.exchange import gather, swap
 from raymod.parallel.masks import Layout, four_dims, layout, mask_numbers
@@ -176,7 +176,7 @@ def _by_ring(
     enable_gqa: bool = False,
     **others: Any,
 ) -> torch.Tensor:
-    check_ring_backend(ParallelConfig(ring_degree=context.ring_degree), name)
+    check_ring_backend(context.ring_degree, name)
     asked = sorted(key for key, other in others.items() if other not in (None, False))
     if dropout_p or asked:
         raise UnsupportedError(

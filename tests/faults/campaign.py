@@ -96,7 +96,6 @@ class Trouble:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.pids: list[int] = []
 
     def at_once(self, stub: Any = None) -> None:
         fault, rank = self.run.fault, self.run.rank

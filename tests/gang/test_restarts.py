@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import raymod
-from raymod.errors import GangError, GangFailedError, RankDiedError, StubClosedError
+from raymod.errors import GangError, GangFailedError, GangStartError, RankDiedError, StubClosedError
 from raymod.gang import Gang
 from tests.conftest import RayForTests
 from tests.gang.helpers import is_running, nap, pids, start, wait_for
@@ -115,6 +115,35 @@ def test_closing_while_ranks_are_started_anew(gang: Gang) -> None:
     thread.join(60)
     assert [type(error) for error in failed] == [StubClosedError]
     assert wait_for(lambda: not any(map(is_running, pids(gang))))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_ranks_that_did_not_get_all_changes_do_not_answer(gang: Gang, error: Any) -> None:
+    def replay(gang: Gang) -> None:
+        raise error("in the middle of it")
+
+    gang.on_rebuilt = replay
+    kill(gang)
+    with pytest.raises(error, match="in the middle of it"):
+        gang.call((X,), {})
+    with pytest.raises(GangFailedError, match="did not get all that had changed"):
+        gang.call((X,), {})
+    gang.on_rebuilt = None
+    gang.restart()
+    assert float(gang.call((X,), {})) == 24
+
+
+def test_a_new_start_that_fails_says_why(gang: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise GangStartError("no room") from MemoryError("full")
+
+    monkeypatch.setattr("raymod.gang.restarts.start", fail)
+    kill(gang)
+    with pytest.raises(GangStartError, match="no room") as caught:
+        gang.call((X,), {})
+    assert isinstance(caught.value.__cause__, MemoryError)
+    with pytest.raises(GangFailedError, match="RankDiedError: rank 1"):
+        gang.call((X,), {})
 
 
 class Drawing(nn.Module):

@@ -352,6 +352,16 @@ def test_weights_of_parts_that_are_written_reach_the_ranks(pair: Any, write: Any
     assert ranks.sent_bytes == sent  # once
 
 
+def test_a_weight_without_storage_of_its_own_is_no_obstacle() -> None:
+    module = torch.nn.Linear(3, 3)
+    module.register_buffer("table", torch.eye(3).to_sparse())
+    stub, _ = stub_of(module)
+    assert len(list(stub.parameters())) == 2  # from here on writes are looked for
+    with torch.no_grad():
+        x = torch.ones(1, 3)
+        assert torch.equal(stub(x), module(x))
+
+
 def test_weights_that_are_not_here_cannot_be_written() -> None:
     module = flux()
     stub, _ = stub_of(module, ranks=Ranks(module, 2), freed=free(module))

@@ -100,6 +100,7 @@ def test_all_that_has_changed_is_there_again(wrapped: Any) -> None:
         assert difference(call(wrapped), call(plain)) <= TOLERANCE
         assert wrapped.gang.restarts.number == 2
         assert second.health()[0].ok
+        assert second.report.ranks == wrapped.report.ranks
 
 
 def test_a_cache_s_lost_steps_are_said(wrapped: Any) -> None:
